@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a patch declares: ``Patch``, ``Target``, ``Contract``. Data only; nothing here touches vLLM.
+
+A patch folder's ``__init__`` holds one ``PATCH``. Installers are named as ``"module:function"`` so that declaring a
+patch imports none of its code; the loader resolves the name when the target module has been imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+from vllm_omni_patch.flags import Flag
+
+Effect = Literal["adds", "reports", "changes"]
+ParameterKind = Literal["positional", "positional_or_keyword", "keyword_only", "var_positional", "var_keyword"]
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that a hook binds by name. Any of ``kinds`` is good; an ``optional`` one may be absent."""
+
+    name: str
+    kinds: tuple[ParameterKind, ...] = ("positional_or_keyword",)
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a target must look like for its hook to be right; checked on a live object or on source text.
+
+    ``parameters``: what the callable must accept. A further parameter with a default, ``*args`` or ``**kwargs`` is
+    fine; a further *required* one breaks the contract. ``None``: parameters are not looked at (a class, say).
+    ``base_methods``: methods that the target class, or the class that owns the target, defines itself or inherits
+    from a class of the same module. ``class_attributes``: names assigned in that class's body or on ``self`` in its
+    methods. ``module_attributes``: names that the target's module defines or imports.
+    """
+
+    parameters: tuple[Parameter, ...] | None = None
+    base_methods: tuple[str, ...] = ()
+    class_attributes: tuple[str, ...] = ()
+    module_attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Native:
+    """Signs that the release already does what the patch brings; any one of them makes the verdict ``native``.
+
+    ``strings`` are string constants in the module's source, such as a name in a registry.
+    """
+
+    base_methods: tuple[str, ...] = ()
+    module_attributes: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One attribute that a patch hooks.
+
+    ``install`` names ``function(hook: Hook) -> Undo``. ``verify``, where given, names ``function(hook) -> bool`` that
+    reads the effect back; without it the loader checks that the attribute has become the installed wrapper. Targets
+    of one ``group`` are applied all together or not at all. ``optional``: a release without the module or attribute
+    is ordinary (one of several runners, say), so its absence is not held against the patch.
+    """
+
+    module: str
+    qualname: str
+    install: str
+    distribution: str = "vllm"
+    contract: Contract = field(default_factory=Contract)
+    native: Native | None = None
+    group: str = ""
+    verify: str = ""
+    optional: bool = False
+    evidence: Literal["static", "documented"] = "static"
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """``module:qualified.name``, as the matrix and the ledger write it."""
+        return f"{self.module}:{self.qualname}"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch: why it exists, what it hooks, when it goes away."""
+
+    name: str
+    summary: str
+    why: str
+    scope: str
+    fragility: str
+    remove_when: str
+    effect: Effect
+    targets: tuple[Target, ...]
+    flags: tuple[Flag, ...] = ()
+
+
+@dataclass
+class Hook:
+    """Handed to an installer: the imported module, the object that owns the attribute, and the attribute's value.
+
+    ``owner`` is the module or the class in which ``attribute`` is set. ``original`` is what stood there.
+    """
+
+    patch: Patch
+    target: Target
+    module: ModuleType
+    owner: Any
+    attribute: str
+    original: Any
+
+    def wrap(self, wrapper: Callable[..., Any]) -> Undo:
+        """Put ``wrapper(wrapped, instance, args, kwargs)`` around the target with wrapt; returns the undo.
+
+        ``wrapper`` must pass ``*args, **kwargs`` through to ``wrapped`` and bind what it reads by name.
+        """
+        import wrapt
+
+        wrapt.wrap_function_wrapper(self.module, self.target.qualname, wrapper)
+        installed = vars(self.owner).get(self.attribute)
+
+        def undo() -> None:
+            if vars(self.owner).get(self.attribute) is not installed:
+                raise RuntimeError(f"{self.target.name} was wrapped again by somebody else; left as it is")
+            if self.inherited:
+                delattr(self.owner, self.attribute)
+            else:
+                setattr(self.owner, self.attribute, self.original)
+
+        return undo
+
+    @property
+    def inherited(self) -> bool:
+        """The owner class does not define the attribute itself, so undoing means deleting it again."""
+        return self._inherited
+
+    def __post_init__(self) -> None:
+        self._inherited = self.attribute not in vars(self.owner)
