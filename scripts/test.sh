@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs what the tests need into .venv, then checks style, types and docs, and runs the unit and the live tests.
+#   ./scripts/test.sh              everything that CI runs
+#   ./scripts/test.sh unit         style, types and unit tests
+#   ./scripts/test.sh -m slow ...  further arguments go to pytest (this form runs pytest alone)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/lib.sh
+
+VENV="${VENV:-.venv}"
+make_venv "$VENV" lmcache,nvml,plots,docs,test,dev
+bin="$VENV/bin"
+unset VLLM_OMNI_PATCH VLLM_OMNI_PATCH_STRICT VLLM_OMNI_PATCH_REPORT_DIR
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
+
+case "${1:-all}" in
+    -*) exec "$bin/python" -m pytest "$@" ;;
+    all|unit) ;;
+    *) die "usage: $0 [unit | pytest options]" ;;
+esac
+
+# The encoder-cache tests talk to a real Redis server where there is one.
+if [ "${1:-all}" = all ] && ! command -v redis-server >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing redis-server for the remote-storage tests"
+    { apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "no redis-server to be had: those tests are skipped"
+fi
+
+say "style and types"
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+say "documentation"
+"$bin/python" scripts/generate_docs.py --check
+NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --quiet --strict --site-dir "$(mktemp -d)"
+
+if [ "${1:-all}" = unit ]; then
+    exec "$bin/python" -m pytest -m "not slow" tests/unit
+fi
+exec "$bin/python" -m pytest -m "not slow" tests/unit tests/live
