@@ -1,1 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
+"""``determine_available_memory``: a KV budget that is right on Neuron and on a shared GPU, and explains itself.
+
+The declaration only; importing it imports no installer.
+"""
+
+from __future__ import annotations
+
+from vllm_omni_patch.patches.available_memory.flags import FLAGS
+
+from vllm_omni_patch.patch import Contract, Native, Patch, Target
+
+_ROOM = "vllm_omni_patch.patches.available_memory"
+_METHOD = "determine_available_memory"
+_NO_PARAMETERS = Contract(parameters=())
+
+NEURON_NATIVE = Native(
+    base_methods=("_compute_kv_budget", "_get_kv_cap_fraction"),
+    reason="this worker already bounds KV by gpu_memory_utilization and the cap fraction",
+)
+# The path itself is the sign here: a release that moved its worker to this module computes a budget of its own,
+# whatever its helpers are called.
+NEURON_NATIVE_PATH = Native(
+    base_methods=NEURON_NATIVE.base_methods,
+    module_attributes=("NeuronWorker",),
+    reason="plugin releases with this module layout (0.21 and later) compute the KV budget themselves",
+)
+
+PATCH = Patch(
+    name="available_memory",
+    summary="A KV budget that is right on Neuron and on a shared GPU, and a report of where the number came from.",
+    why="vllm-neuron 0.1 to 0.5 return the free bytes, or 20 GiB when the query fails, whatever "
+    "gpu_memory_utilization says. vLLM measures the whole device, so a neighbour on the same GPU changes or aborts "
+    "the budget. Nothing shows how the number was made.",
+    scope="Wraps determine_available_memory of the Neuron, GPU, CPU, XPU and vLLM-Omni workers. GPU budgets stay "
+    "vLLM's own unless VLLM_OMNI_PATCH_GPU_BUDGET asks otherwise.",
+    fragility="Reads worker attributes (cache_config, model_runner, vllm_config) that are not a public interface; "
+    "Neuron rows rest on published descriptions, not on a device.",
+    remove_when="vllm-neuron 0.21 or later is the oldest plugin in use; vLLM sizes KV from the memory of its own "
+    "process (vllm-project/vllm pull 55828).",
+    effect="changes",
+    targets=(
+        Target(
+            module="vllm_neuron.worker.neuron_worker",
+            qualname=f"NeuronWorker.{_METHOD}",
+            install=f"{_ROOM}.hooks_neuron:install",
+            distribution="vllm-neuron",
+            contract=_NO_PARAMETERS,
+            native=NEURON_NATIVE,
+            optional=True,
+            evidence="documented",
+            note="plugin 0.1 to 0.5; on 0.5 the contiguous-KV and pooling branches stay the plugin's own",
+        ),
+        Target(
+            module="vllm_neuron.vllm.worker.neuron_worker",
+            qualname=f"NeuronWorker.{_METHOD}",
+            install=f"{_ROOM}.hooks_neuron:install",
+            distribution="vllm-neuron",
+            contract=_NO_PARAMETERS,
+            native=NEURON_NATIVE_PATH,
+            optional=True,
+            evidence="documented",
+            note="plugin 0.21 and later: left alone",
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname=f"Worker.{_METHOD}",
+            install=f"{_ROOM}.hooks:install_gpu",
+            contract=_NO_PARAMETERS,
+        ),
+        Target(
+            module="vllm.v1.worker.cpu_worker",
+            qualname=f"CPUWorker.{_METHOD}",
+            install=f"{_ROOM}.hooks:install_report",
+            contract=_NO_PARAMETERS,
+            optional=True,
+        ),
+        Target(
+            module="vllm.v1.worker.xpu_worker",
+            qualname=f"XPUWorker.{_METHOD}",
+            install=f"{_ROOM}.hooks:install_report",
+            contract=_NO_PARAMETERS,
+            optional=True,
+        ),
+    ),
+    flags=FLAGS,
+)

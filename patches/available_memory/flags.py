@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables of this patch. Those under upstream's names keep upstream's meaning and default."""
+
+from __future__ import annotations
+
+from vllm_omni_patch.flags import Flag
+
+CAP_FRACTION = Flag(
+    "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION",
+    "float",
+    0.30,
+    "Neuron: the largest part of the GMU budget (HBM x gpu_memory_utilization) that KV may take. Set, it also wins "
+    "over a calibration file.",
+    minimum=0,
+    exclusive_minimum=True,
+    maximum=1,
+    accepts="a number in (0, 1]",
+)
+MIN_BUDGET_GIB = Flag(
+    "VLLM_NEURON_MIN_KV_BUDGET_GIB",
+    "float",
+    1.0,
+    "Neuron: a KV budget below this many GiB stops the engine. 0 or less: no such check.",
+    accepts="a finite number of GiB; 0 or less turns the check off",
+)
+CPU_COMPILE = Flag(
+    "VLLM_NEURON_CPU_COMPILE",
+    "bool",
+    False,
+    "Neuron: compile on a host without a device, for NEURON_PLATFORM_TARGET_OVERRIDE.",
+)
+CPU_MODE = Flag(
+    "VLLM_NEURON_CPU_MODE",
+    "bool",
+    False,
+    "Neuron: run on the host CPU; KV comes from host memory, shared fairly between the workers of this host.",
+)
+PLATFORM_TARGET = Flag(
+    "NEURON_PLATFORM_TARGET_OVERRIDE",
+    "str",
+    "",
+    "Neuron: the platform compiled for (trn1, inf2, trn2, trn3 and their variants). Needed with "
+    "VLLM_NEURON_CPU_COMPILE.",
+)
+LOGICAL_NC_CONFIG = Flag(
+    "NEURON_LOGICAL_NC_CONFIG",
+    "int",
+    None,
+    "Neuron: physical cores per logical core. Unset: NEURON_RT_VIRTUAL_CORE_SIZE, else 2 on trn2 and trn3, 1 on trn1 "
+    "and inf2.",
+    minimum=1,
+    maximum=2,
+    accepts="1 or 2",
+)
+VIRTUAL_CORE_SIZE = Flag(
+    "NEURON_RT_VIRTUAL_CORE_SIZE",
+    "int",
+    None,
+    "Neuron: the older name of NEURON_LOGICAL_NC_CONFIG.",
+    minimum=1,
+    maximum=2,
+    accepts="1 or 2",
+)
+
+POLICY = Flag(
+    "VLLM_OMNI_PATCH_NEURON_POLICY",
+    "choice",
+    "cap",
+    "How the Neuron budget is made. cap: GMU budget less model bytes, at most the cap fraction. need: the same, and "
+    "never more than max_num_seqs * ceil(max_model_len / block_size) + 1 blocks. headroom: HBM less model bytes less "
+    "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB; gpu_memory_utilization and the cap are not used.",
+    choices=("cap", "need", "headroom"),
+)
+HEADROOM_GIB = Flag(
+    "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB",
+    "float",
+    None,
+    "Bytes, in GiB per logical core, kept for scratchpad, compiled code, DMA rings and runtime data under the headroom "
+    "policy, which needs it; 0 is a value like any other.",
+    minimum=0,
+)
+CALIBRATION = Flag(
+    "VLLM_OMNI_PATCH_NEURON_CALIBRATION",
+    "path",
+    "",
+    "Calibration file written by 'vllm-omni-patch memory calibrate': the cap fraction that compiled, per model and "
+    "platform.",
+)
+UNIQUE_STORAGE = Flag(
+    "VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE",
+    "bool",
+    False,
+    "Count each tensor storage of the model once (tied weights, views, a drafter that shares the embedding) instead of "
+    "summing tensors as vllm-neuron 0.21 and later do. Set it alike on the compile host and the device.",
+)
+USED_BYTES = Flag(
+    "VLLM_OMNI_PATCH_NEURON_USED_BYTES",
+    "choice",
+    "auto",
+    "What counts as used on the device. model: parameters and buffers of the model. runtime: what the Neuron runtime "
+    "reports. auto: model, or runtime where the host model has no parameters (NxD Inference).",
+    choices=("auto", "model", "runtime"),
+)
+LNC1_FAIR_SHARE = Flag(
+    "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE",
+    "bool",
+    False,
+    "With one physical core per logical core on trn2 and trn3, two logical cores share one HBM stack: give each half "
+    "of it. Off: the whole stack, as the original design has it.",
+)
+HOST_REPLICAS = Flag(
+    "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS",
+    "int",
+    None,
+    "Neuron CPU mode: engine replicas that share this host. Unset: parallel_config.data_parallel_size_local.",
+    minimum=1,
+)
+
+NEURON_FLAGS = (
+    CAP_FRACTION,
+    MIN_BUDGET_GIB,
+    CPU_COMPILE,
+    CPU_MODE,
+    PLATFORM_TARGET,
+    LOGICAL_NC_CONFIG,
+    VIRTUAL_CORE_SIZE,
+    POLICY,
+    HEADROOM_GIB,
+    CALIBRATION,
+    UNIQUE_STORAGE,
+    USED_BYTES,
+    LNC1_FAIR_SHARE,
+    HOST_REPLICAS,
+)
+
+GPU_BUDGET = Flag(
+    "VLLM_OMNI_PATCH_GPU_BUDGET",
+    "choice",
+    "stock",
+    "stock: vLLM's own KV budget, untouched. process: requested memory less what this process itself holds, so that "
+    "neighbours on the same GPU do not count.",
+    choices=("stock", "process"),
+)
+RESERVE_MODEL_LOCAL_KV = Flag(
+    "VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV",
+    "bool",
+    False,
+    "Subtract declared per-request model-local KV that profiling cannot have seen from the KV budget.",
+)
+
+FLAGS = (*NEURON_FLAGS, GPU_BUDGET, RESERVE_MODEL_LOCAL_KV)
