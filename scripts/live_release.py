@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks every patch on the vLLM that this Python has, and prints ``RESULT {json}``. Called by live_matrix.py.
+
+Five engines, one after the other, on a tiny BLIP-2: the OpenAI server stock, patched, and patched in new processes;
+``LLM()`` stock and patched. A patch passes when its effect is seen, not when it says that it was applied.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "live"))
+
+import engine_process
+import tiny_model
+
+EC = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
+TOLERANCE = 1e-5
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="live-release-"))
+    try:
+        print("RESULT " + json.dumps(run(folder)), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """Versions, and for each patch ``{"result": "pass" | "fail", "figure": ..., "note": ...}``."""
+    model = tiny_model.make(str(folder / "model"))
+    seen = Seen(folder, model)
+    with engine_process.Server(model, str(folder), name="stock") as server:
+        server.image(2)
+        seen.stock = server.image(1)
+        seen.stock_blocks = blocks(server)
+    for name in ("patched", "restarted"):
+        reports = folder / f"reports-{name}"
+        with engine_process.Server(
+            model, str(folder), name=name, ec=EC, flag="1", env=seen.settings(reports)
+        ) as server:
+            server.image(3 if name == "patched" else 4)
+            seen.answers[name] = server.image(1)
+            seen.blocks[name] = blocks(server)
+            seen.pages[name] = server.get("/metrics")
+        seen.logs[name] = server.log()
+        seen.left[name] = server.stop()
+        seen.reports[name] = reports
+    with engine_process.Offline(model, str(folder), name="llm-stock") as llm:
+        seen.answers["llm stock"] = llm.image(1)
+    with engine_process.Offline(
+        model, str(folder), name="llm", ec=EC, flag="1", env=seen.settings(folder / "reports-llm")
+    ) as llm:
+        seen.answers["llm"] = llm.image(1)
+    seen.reports["llm"] = folder / "reports-llm"
+    checks: dict[str, Callable[[Seen], Any]] = {
+        "ec_connector": check_ec_connector,
+        "available_memory": check_available_memory,
+        "model_local_kv": check_model_local_kv,
+    }
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "lmcache")},
+        "patches": {name: judge(check, seen) for name, check in checks.items()},
+    }
+
+
+class Seen:
+    """What the engines showed."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder, self.model = folder, model
+        self.stock: engine_process.Answer
+        self.stock_blocks = ""
+        self.answers: dict[str, engine_process.Answer] = {}
+        self.blocks: dict[str, str] = {}
+        self.pages: dict[str, str] = {}
+        self.left: dict[str, dict[int, str]] = {}
+        self.reports: dict[str, Path] = {}
+
+    def settings(self, reports: Path) -> dict[str, str]:
+        return {"VLLM_OMNI_PATCH_REPORT_DIR": str(reports), "LMCACHE_EC_LOCAL_DISK": str(self.folder / "cache")}
+
+    def applied(self, patch: str, run: str) -> int:
+        """How many processes of ``run`` applied at least one target of ``patch``.
+
+        Raises:
+            RuntimeError: some process failed or skipped a target of it that it should have applied.
+        """
+        count = 0
+        for path in sorted(self.reports[run].glob("ledger-*.json")):
+            entries = [e for e in json.loads(path.read_text())["entries"] if e["patch"] == patch]
+            failed = [e for e in entries if e["state"] == "failed"]
+            if failed:
+                raise RuntimeError(f"{failed[0]['target']}: {failed[0]['reason']}")
+            count += any(e["state"] == "applied" for e in entries)
+        if not count:
+            raise RuntimeError(f"no process of the {run} run applied {patch}")
+        return count
+
+
+def judge(check: Callable[[Seen], Any], seen: Seen) -> dict[str, Any]:
+    try:
+        return {"result": "pass", "figure": check(seen), "note": ""}
+    except Exception as error:
+        return {"result": "fail", "figure": None, "note": f"{type(error).__name__}: {error}"[:600]}
+
+
+def check_ec_connector(seen: Seen) -> dict[str, float]:
+    """The registry entry is used, the answer is the stock one, a restart hits, nothing is left running."""
+    seen.applied("ec_connector", "restarted")
+    for name in ("patched", "restarted"):
+        require(seen.stock.same(seen.answers[name], TOLERANCE), f"the {name} answer is not the stock one")
+        require(not seen.left[name], f"left running after the {name} server: {seen.left[name]}")
+    require(seen.answers["llm stock"].same(seen.answers["llm"], TOLERANCE), "LLM() answers differently when patched")
+    hits = total(seen.pages["restarted"], "vllm_omni_patch_ec_hits_total")
+    require(hits >= 1, f"the restarted server counted {hits:g} hits")
+    stored = total(seen.pages["patched"], "vllm_omni_patch_ec_stored_total")
+    require(stored >= 1, f"the first server counted {stored:g} stores")
+    return {
+        "hits_after_restart": hits,
+        "encode_ms": round(seen.stock.seconds * 1000, 1),
+        "hit_ms": round(seen.answers["restarted"].seconds * 1000, 1),
+    }
+
+
+def check_available_memory(seen: Seen) -> dict[str, int]:
+    """The report is there, and the number of blocks is the stock one."""
+    seen.applied("available_memory", "patched")
+    require(seen.stock_blocks != "", "the stock server shows no number of KV blocks")
+    require(
+        seen.blocks["patched"] == seen.stock_blocks,
+        f"{seen.blocks['patched']} KV blocks with the report, {seen.stock_blocks} without",
+    )
+    reports = [json.loads(path.read_text()) for path in seen.reports["patched"].glob("memory-*.json")]
+    require(len(reports) > 0, "no memory report was written")
+    return {"kv_blocks": int(seen.stock_blocks), "reports": len(reports)}
+
+
+def check_model_local_kv(seen: Seen) -> dict[str, int]:
+    """The report is there after load_model; this model declares nothing, and the report says that."""
+    seen.applied("model_local_kv", "patched")
+    found = list(seen.reports["patched"].glob("model-local-kv-*.json"))
+    require(len(found) > 0, "no model-local-kv report was written")
+    return {"reports": len(found)}
+
+
+def blocks(server: engine_process.Server) -> str:
+    """The number of KV blocks as vLLM itself shows it on /metrics."""
+    found = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', server.get("/metrics"))
+    return found.group(1) if found else ""
+
+
+def total(page: str, name: str) -> float:
+    """Sum of the samples called ``name`` in a Prometheus page."""
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+
+
+def require(condition: bool, text: str) -> None:
+    if not condition:
+        raise RuntimeError(text)
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    main()
