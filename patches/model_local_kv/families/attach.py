@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add a declaration to an owner class, and read it back. Shared by the family modules.
+
+A class that declares natively (vLLM-Omni 0.30 has four) keeps its own method: its release prints from it, and its lines
+stand. Ours goes beside it under ``specs.CORRECTED``, which the collector prefers; so the families never stand aside
+for a native declaration, they complete it (residency, storage, the undeclared entries) and correct it where it is
+wrong. Each family says where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_omni_patch.patches.model_local_kv.specs import CORRECTED, METHOD, ModelLocalKVSpec
+
+from vllm_omni_patch.patch import Contract, Hook, Target, Undo
+
+Declare = Callable[[Any], Sequence[ModelLocalKVSpec]]
+
+_MODELS = "vllm_omni.model_executor.models."
+
+
+def owner_target(
+    family: str,
+    module: str,
+    owner: str,
+    *,
+    note: str,
+    contract: Contract | None = None,
+    install: str = "install",
+    distribution: str = "vllm-omni",
+) -> Target:
+    """The target of one owner class of ``families/<family>.py``.
+
+    ``module`` is relative to ``vllm_omni.model_executor.models`` unless ``distribution`` is another one. Every owner
+    is optional: a release without the model is an ordinary one.
+    """
+    room = f"{__package__}.{family}"
+    return Target(
+        module=_MODELS + module if distribution == "vllm-omni" else module,
+        qualname=owner,
+        install=f"{room}:{install}",
+        verify=f"{__name__}:declares",
+        distribution=distribution,
+        contract=contract or Contract(),
+        optional=True,
+        note=note,
+    )
+
+
+def attach(hook: Hook, declare: Declare) -> Undo:
+    """Make the class ``hook.original`` answer with ``declare(owner)``; returns the undo.
+
+    Raises:
+        TypeError: the target is not a class.
+        RuntimeError: (from the undo) somebody else has replaced the method since.
+    """
+    owner = hook.original
+    if not isinstance(owner, type):
+        raise TypeError(f"{hook.target.name} is a {type(owner).__name__}, not a class; nothing was declared")
+    present = getattr(owner, METHOD, None)
+    name = METHOD if present is None or getattr(present, "__vllm_omni_patch__", False) else CORRECTED
+
+    def specs(self: Any) -> Sequence[ModelLocalKVSpec]:
+        return declare(self)
+
+    specs.__name__ = name
+    specs.__qualname__ = f"{owner.__qualname__}.{name}"
+    specs.__doc__ = declare.__doc__
+    specs.__vllm_omni_patch__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, specs)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not specs:
+            raise RuntimeError(f"{hook.target.name}.{name} was replaced by somebody else; left as it is")
+        delattr(owner, name)
+
+    return undo
+
+
+def declares(hook: Hook) -> bool:
+    """Read back: the class answers with our declaration, natively declared or not."""
+    owner = hook.original
+    return any(getattr(vars(owner).get(name), "__vllm_omni_patch__", False) for name in (CORRECTED, METHOD))
+
+
+def parameter_dtype(module: Any) -> Any:
+    """The ``torch.dtype`` of a module's first parameter: what its release has cast it to.
+
+    Raises:
+        ValueError: the module has no parameter.
+    """
+    for parameter in module.parameters():
+        return parameter.dtype
+    raise ValueError(f"{type(module).__name__} has no parameters, so the dtype of its cache is not known")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fish Speech and Audio8: the fast autoregressive model that writes the codebooks of one frame.
+
+Owners: ``FishSpeechFastAR`` and ``Audio8TTSFastAR``. Two buffers ``(layers, rows, kv_heads, num_codebooks + 1,
+head_dim)``, made for the largest batch seen so far and never made smaller.
+
+===========  ========================================================================================
+vLLM-Omni    state
+===========  ========================================================================================
+0.20         Fish Speech: inert, every step runs over the whole short sequence again
+0.22 - 0.30  Fish Speech: active
+0.30         Audio8: active
+===========  ========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
+from vllm_omni_patch.patches.model_local_kv.specs import (
+    ModelLocalKVScope,
+    ModelLocalKVSpec,
+    Residency,
+    RowDriver,
+    inert,
+    spec_from_hf_config,
+)
+
+from vllm_omni_patch.patch import Contract, Hook, Undo
+
+_CONTRACT = Contract(base_methods=("_ensure_buffers",), class_attributes=("config", "_num_codebooks"))
+
+TARGETS = (
+    owner_target(
+        "fast_ar",
+        "fish_speech.fish_speech_fast_ar",
+        "FishSpeechFastAR",
+        contract=_CONTRACT,
+        note="per-frame codebook buffers; inert before 0.22",
+    ),
+    owner_target(
+        "fast_ar",
+        "audio8_tts.audio8_tts_fast_ar",
+        "Audio8TTSFastAR",
+        contract=_CONTRACT,
+        note="per-frame codebook buffers",
+    ),
+)
+
+_NAME = "fast_ar_buffers"
+
+
+def install(hook: Hook) -> Undo:
+    """Declare the buffers of the fast model."""
+    return attach(hook, declare)
+
+
+def declare(model: Any) -> Sequence[ModelLocalKVSpec]:
+    """Both buffers as one entry, at the width they reach when every sequence decodes at once."""
+    if not hasattr(model, "_k_cache"):
+        inert(_NAME, "this release keeps no keys and values between the codebooks of a frame")
+        return []
+    positions = int(model._num_codebooks) + 1
+    keys = model._k_cache
+    made = "not made yet" if keys is None else f"made for {int(keys.shape[1])} rows so far"
+    return [
+        spec_from_hf_config(
+            model.config,
+            name=_NAME,
+            physical_capacity_positions=positions,
+            capacity_source=f"num_codebooks({positions - 1}) + 1",
+            dtype=parameter_dtype(model) if keys is None else keys.dtype,
+            scope=ModelLocalKVScope.MODEL,
+            rows=RowDriver.MAX_NUM_SEQS,
+            allocation_note=f"as wide as the largest batch seen, never smaller again; {made}",
+            cache="plain",
+            residency=Residency.UNKNOWN,
+        )
+    ]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-TTS (and BreezeTTS): the codec decoder that turns codes into a waveform, stage 1.
+
+Owner: ``Qwen3TTSTokenizerV2Decoder``, held as ``Qwen3TTSCode2Wav.decoder``. Geometry from ``decoder.config``, dtype
+from the decoder's parameters: vLLM-Omni 0.28 casts the decoder to float32, 0.30 to ``model_config.dtype``.
+
+===========  ========================================================================================
+vLLM-Omni    state
+===========  ========================================================================================
+0.14         absent: the decoder is stateless and lives in another class layout
+0.16 - 0.26  inert: a decode never asks for a cache; captured graphs hold none
+0.28, 0.30   active when ``model_config.async_chunk`` is set, with graphs and under ``enforce_eager`` alike
+===========  ========================================================================================
+
+Entries: the cache kept for a request between chunks; the working copy of one decode call; in eager mode the copy that
+joins the requests of a call into one batch; the caches of captured graphs, which are Python objects kept by the graph
+wrapper (one hop: ``decoder._cudagraph_wrapper``) and so allocated when the KV budget is made.
+
+0.30 declares natively. Its lines stand, and differ from ours where they are wrong: nothing is declared under
+``enforce_eager``, where the same caches exist; the working copy is as wide as ``max_num_seqs``, while it is as wide as
+one decode call; the copy that joins a batch is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
+from vllm_omni_patch.patches.model_local_kv.specs import (
+    ModelLocalKVScope,
+    ModelLocalKVSpec,
+    Residency,
+    RowDriver,
+    engine_config,
+    inert,
+    spec_from_hf_config,
+)
+
+from vllm_omni_patch.patch import Contract, Hook, Undo
+
+TARGETS = (
+    owner_target(
+        "qwen3_tts",
+        "qwen3_tts.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2",
+        "Qwen3TTSTokenizerV2Decoder",
+        contract=Contract(base_methods=("forward",), class_attributes=("pre_transformer", "_cudagraph_wrapper")),
+        note="codec decoder: per-request cache, working copies, captured graphs; inert before 0.28",
+    ),
+)
+
+_NAME = "codec_decoder"
+
+
+def install(hook: Hook) -> Undo:
+    """Declare the codec decoder's caches."""
+    return attach(hook, declare)
+
+
+def declare(decoder: Any) -> Sequence[ModelLocalKVSpec]:
+    """Caches of the codec decoder; empty in stateless mode and where the release's decoder is stateless."""
+    if not hasattr(decoder, "decode_suffix"):
+        inert(_NAME, "the decoder of this release is stateless: it never asks its transformer for a cache")
+        return []
+    window = getattr(decoder.config, "sliding_window", None)
+    if not window or window < 2:
+        inert(_NAME, f"sliding_window={window!r}: the streaming decode needs a window")
+        return []
+    wrapper = decoder._cudagraph_wrapper
+    active, how = _async_chunk(wrapper)
+    if active is False:
+        inert(_NAME, f"{how} is off: stateless decoding asks for no cache")
+        return []
+    note = "" if active else f"{how}; held only when it is on"
+    return [*_per_request(decoder, wrapper, window, note), *_graph_pool(decoder, wrapper, window)]
+
+
+def _async_chunk(wrapper: Any) -> tuple[bool | None, str]:
+    """Whether streaming is on (``None``: not visible), and where that was read."""
+    engine = engine_config()
+    setting = getattr(getattr(engine, "model_config", None), "async_chunk", None)
+    if setting is not None:
+        return bool(setting), "model_config.async_chunk"
+    if wrapper is not None:
+        return bool(wrapper.async_chunk), "async_chunk of the graph wrapper"
+    return None, "model_config.async_chunk is not visible from the decoder"
+
+
+def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[ModelLocalKVSpec]:
+    """The kept cache and what one decode call adds to it."""
+    chunk = int(getattr(decoder, "_incremental_chunk_frames", 25))
+    # A call runs over what it kept of the suffix (at most a window) and over the new frames.
+    longest = window + chunk
+    common = {
+        "physical_capacity_positions": window - 1,
+        "capacity_source": f"sliding_window({window}) - 1",
+        "dtype": parameter_dtype(decoder),
+        "residency": Residency.LATER,
+    }
+    prefix = _prefix_frames()
+    kept = spec_from_hf_config(
+        decoder.config,
+        name=f"{_NAME}_request",
+        scope=ModelLocalKVScope.REQUEST,
+        rows=RowDriver.MAX_NUM_SEQS,
+        allocation_note=_note(
+            "kept from chunk to chunk of a request with a reference; a request without reference audio keeps 0 bytes",
+            unsure,
+        ),
+        **common,
+    )
+    if prefix is not None:
+        kept = replace(
+            kept,
+            storage_positions=max(window - 1, prefix),
+            storage_reason=f"the window is a view of a reference of up to {prefix} frames",
+        )
+    working: dict[str, Any] = {"scope": ModelLocalKVScope.INVOCATION, **common}
+    if wrapper is not None:
+        working.update(
+            rows=RowDriver.FIXED,
+            rows_fixed=1,
+            rows_reason="with graphs only a fallback decodes eagerly, one request at a time; replays use the captures",
+        )
+        note = "deep copy of the kept cache for one call"
+    else:
+        working.update(_call_rows())
+        note = "deep copy of the joined batch for one call"
+    specs = [
+        kept,
+        spec_from_hf_config(
+            decoder.config,
+            name=f"{_NAME}_working_copy",
+            longest_update=longest,
+            allocation_note=_note(note, unsure),
+            **working,
+        ),
+    ]
+    if wrapper is None:
+        joined = spec_from_hf_config(
+            decoder.config,
+            name=f"{_NAME}_batch_copy",
+            allocation_note=_note("kept caches of a call's requests, concatenated; lives beside both others", unsure),
+            **working,
+        )
+        specs.append(replace(joined, storage_positions=window - 1, storage_reason="concatenated from the views"))
+    return specs
+
+
+def _graph_pool(decoder: Any, wrapper: Any, window: int) -> list[ModelLocalKVSpec]:
+    """Caches that captures keep for replay, counted from the live objects: a capture that failed left none."""
+    if wrapper is None:
+        return []
+    rows, captures, empty = 0, 0, 0
+    for states in (wrapper.combined_states, wrapper.icl_prefix_states, wrapper.xvec_prefix_states):
+        for state in states.values():
+            cache = (state.get("cache") or {}).get("past_key_values")
+            keys = cache.layers[0].keys if cache is not None and cache.layers else None
+            if keys is None or not keys.numel():
+                empty += 1
+                continue
+            rows += int(keys.shape[0])
+            captures += 1
+    if not rows:
+        return []
+    pool = spec_from_hf_config(
+        decoder.config,
+        name=f"{_NAME}_graph_pool",
+        physical_capacity_positions=window - 1,
+        capacity_source=f"sliding_window({window}) - 1",
+        dtype=parameter_dtype(decoder),
+        scope=ModelLocalKVScope.MODEL,
+        rows=RowDriver.FIXED,
+        rows_fixed=rows,
+        rows_reason=f"batch rows of the {captures} captured caches that hold KV; {empty} more hold none",
+        allocation_note="kept by reference for replay; captures without reference audio start from an empty cache",
+        residency=Residency.AT_LOAD,
+    )
+    # A capture's cache is filled by one update of a whole window, of which the layer keeps a view.
+    return [replace(pool, storage_positions=window, storage_reason=f"the view pins the captured {window} frames")]
+
+
+def _call_rows() -> dict[str, Any]:
+    """Rows of one eager decode call: ``decode_batch_max_size`` of the connector where set, else every request."""
+    engine = engine_config()
+    size = _connector().get("decode_batch_max_size")
+    if not size:
+        return {"rows": RowDriver.MAX_NUM_SEQS}
+    sequences = getattr(getattr(engine, "scheduler_config", None), "max_num_seqs", None)
+    rows, why = int(size), f"decode_batch_max_size={int(size)}"
+    if sequences is not None and int(sequences) < rows:
+        rows, why = int(sequences), f"max_num_seqs={int(sequences)}, below {why}"
+    return {"rows": RowDriver.FIXED, "rows_fixed": rows, "rows_reason": why}
+
+
+def _prefix_frames() -> int | None:
+    """Most reference frames that reach the decoder; ``None`` when the connector does not cut them or is unknown."""
+    connector = _connector()
+    if not connector:
+        return None
+    # The default of 25 is the one of the stage input processor that cuts the reference.
+    frames = int(connector.get("ref_code_context_frames") or connector.get("codec_left_context_frames", 25))
+    return frames or None
+
+
+def _connector() -> dict[str, Any]:
+    """The stage connector's extra settings; empty when unknown."""
+    config = getattr(getattr(engine_config(), "model_config", None), "stage_connector_config", None)
+    extra = config.get("extra", config) if isinstance(config, dict) else getattr(config, "extra", None)
+    return extra if isinstance(extra, dict) else {}
+
+
+def _note(text: str, unsure: str) -> str:
+    return f"{text}; {unsure}" if unsure else text
