@@ -59,13 +59,23 @@ class Native:
 
 
 @dataclass(frozen=True)
+class Documented:
+    """What the public source of a release says about a target that no checker can fetch, read by a person."""
+
+    release: str
+    verdict: Literal["applies", "native", "absent", "drifted"] = "applies"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Target:
     """One attribute that a patch hooks.
 
     ``install`` names ``function(hook: Hook) -> Undo``. ``verify``, where given, names ``function(hook) -> bool`` that
     reads the effect back; without it the loader checks that the attribute has become the installed wrapper. Targets
     of one ``group`` are applied all together or not at all. ``optional``: a release without the module or attribute
-    is ordinary (one of several runners, say), so its absence is not held against the patch.
+    is ordinary (one of several runners, say), so its absence is not held against the patch. With ``evidence``
+    ``documented`` the matrix takes its rows from ``documented``, for a distribution that cannot be fetched.
     """
 
     module: str
@@ -79,6 +89,7 @@ class Target:
     optional: bool = False
     evidence: Literal["static", "documented"] = "static"
     note: str = ""
+    documented: tuple[Documented, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,7 +99,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch: why it exists, what it hooks, when it goes away."""
+    """A patch: why it exists, what it hooks, when it goes away.
+
+    ``matrix``: path of the matrix file that holds this patch's rows; a patch from another package brings its own,
+    written by ``vllm-omni-patch matrix --update --patch NAME``. Empty: the one that comes with this package.
+    """
 
     name: str
     summary: str
@@ -99,6 +114,7 @@ class Patch:
     effect: Effect
     targets: tuple[Target, ...]
     flags: tuple[Flag, ...] = ()
+    matrix: str = ""
 
 
 @dataclass

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May this target be hooked in this process? :func:`decide` asks the matrix, then the live object.
+
+The order: upstream has it already; the verdict that the matrix lists for this release; for a release that it does not
+list, whether the target's code is that of a listed one. The contract is checked on the live object in every case,
+because forks and rebuilt wheels carry a release's number too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+from vllm_omni_patch import flags
+from vllm_omni_patch.contract import check_live, fingerprint, native_live
+from vllm_omni_patch.live import LiveView, source_text
+from vllm_omni_patch.patch import Patch, Target
+from vllm_omni_patch.table import Table, for_patch, load
+from vllm_omni_patch.views import Missing
+
+__all__ = ["Decision", "decide", "live_fingerprint", "load"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with one target. ``reason`` is for users; ``level`` says how loudly.
+
+    ``verdict`` is the matrix's, or ``unlisted``. ``like``: the listed release whose code this one has.
+    """
+
+    verdict: Literal["applies", "native", "absent", "drifted", "unlisted"]
+    apply: bool
+    reason: str
+    level: Literal["info", "warning"] = "info"
+    like: str | None = None
+
+
+def decide(patch: Patch, target: Target, release: str | None, owner_module: ModuleType) -> Decision:
+    """Whether to install ``target`` of ``patch`` in the imported ``owner_module``.
+
+    Args:
+        release: version of the target's distribution as it reports it (``vllm.__version__``), with any local or
+            development suffix; ``"dev"`` and ``None`` stand for an unknown one.
+
+    Raises:
+        FlagError: ``VLLM_OMNI_PATCH_UNLISTED`` holds a value that it does not accept.
+    """
+    unlisted = flags.read(flags.UNLISTED)
+    table = for_patch(patch)
+    described = f"{target.distribution} {release or 'of unknown version'}"
+    upstream = native_live(target.native, owner_module, target.qualname)
+    if upstream:
+        return Decision("native", False, f"{described}: {upstream}; the patch stands aside")
+    row = table.row(patch.name, target.name, release)
+    if row is not None and row.verdict in ("absent", "drifted"):
+        return Decision(row.verdict, False, f"{described}: {row.reason}", _loudness(target, row.verdict))
+    try:
+        LiveView(owner_module).find(target.qualname)
+    except Missing as missing:
+        # On a release where it belongs, a missing name is a changed build, not an older one.
+        verdict: Literal["absent", "drifted"] = "absent" if row is None else "drifted"
+        return Decision(verdict, False, f"{described}: {missing}", _loudness(target, verdict))
+    problems = check_live(target.contract, owner_module, target.qualname)
+    if problems:
+        return Decision("drifted", False, f"{described}: {'; '.join(problems)}", "warning")
+    if row is None:
+        return _decide_unlisted(patch, target, described, owner_module, table, unlisted)
+    if row.verdict == "native":
+        reason = f"{described}: listed as having it ({row.reason}), but this build shows no sign of it"
+        return Decision("drifted", False, reason, "warning")
+    return Decision("applies", True, f"{described}: listed, and the live object fits")
+
+
+def _loudness(target: Target, verdict: str) -> Literal["info", "warning"]:
+    return "info" if verdict == "absent" and target.optional else "warning"
+
+
+def _decide_unlisted(
+    patch: Patch, target: Target, described: str, module: ModuleType, table: Table, unlisted: str
+) -> Decision:
+    like = table.same_code(patch.name, target.name, live_fingerprint(module, target.qualname))
+    if like is not None:
+        reason = f"{described} is not listed; the target's code is that of {like.release}, so it is judged as that"
+        return Decision("applies", True, reason, "info", like.release)
+    newest = table.newest(patch.name, target.name)
+    last = f"the last listed release is {newest.release}" if newest else "the matrix lists no release for this target"
+    said = f"{described} is not listed and its code is that of no listed release ({last})"
+    if table.error:
+        said = f"{described} cannot be looked up: {table.error}"
+    if unlisted == "apply":
+        reason = f"{said}; applied because {flags.UNLISTED.name}=apply is set and the live object fits the contract"
+        return Decision("unlisted", True, reason, "warning")
+    if unlisted == "skip":
+        return Decision("unlisted", False, f"{said}; skipped, as {flags.UNLISTED.name}=skip asks")
+    reason = f"{said}; skipped. Upgrade vllm-omni-patch, or set {flags.UNLISTED.name}=apply to hook it all the same"
+    return Decision("unlisted", False, reason, "warning")
+
+
+def live_fingerprint(module: ModuleType, qualname: str) -> str:
+    """Fingerprint of ``qualname`` in the file that ``module`` was imported from; empty when that cannot be read."""
+    text = source_text(module)
+    if text is None:
+        return ""
+    try:
+        return fingerprint(text, qualname)
+    except (LookupError, SyntaxError, ValueError, RecursionError):
+        return ""
