@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of the Neuron KV budget: integers in, integers out. Imports neither torch nor vLLM.
+
+Every size is in bytes and every result is a finite ``int`` >= 0. The same arguments give the same bytes on any host,
+which is what lets a program compiled without a device be found again on one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+GIB = 1 << 30
+CAP_VARIABLE = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"
+MINIMUM_VARIABLE = "VLLM_NEURON_MIN_KV_BUDGET_GIB"
+
+
+class BelowMinimumError(RuntimeError):
+    """The KV budget is too small to serve with."""
+
+
+class KvBudget(NamedTuple):
+    """The terms of a budget, in bytes; ``available`` is the number that vLLM gets."""
+
+    total_budget: int
+    user_budget: int
+    heuristic_cap: int
+    available: int
+
+    @property
+    def bound_by(self) -> str:
+        """Which term set ``available``: ``"cap"``, or ``"used"`` when the bytes in use leave less than the cap."""
+        return "cap" if self.heuristic_cap < self.user_budget else "used"
+
+
+def requested_bytes(total_bytes: int, gmu: float) -> int:
+    """``int(total_bytes * gmu)``, the memory that ``gpu_memory_utilization`` asks for.
+
+    Source: determine_available_memory design, section 1.
+
+    Raises:
+        ValueError: ``total_bytes`` is not positive.
+        ValueError: ``gmu`` is not in (0, 1]. vLLM checks that itself from 0.11.1; before, nan got through.
+    """
+    if total_bytes <= 0:
+        raise ValueError(f"Total memory must be positive. Got {total_bytes} bytes.")
+    if not (math.isfinite(gmu) and 0 < gmu <= 1):
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1]. Got {gmu}.")
+    return int(total_bytes * gmu)
+
+
+def capped_bytes(total_budget: int, cap_fraction: float) -> int:
+    """``int(total_budget * cap_fraction)``.
+
+    Raises:
+        RuntimeError: ``cap_fraction`` is not in (0, 1].
+    """
+    if not (math.isfinite(cap_fraction) and 0 < cap_fraction <= 1):
+        raise RuntimeError(f"{CAP_VARIABLE} must be in (0, 1]. Got {cap_fraction}.")
+    return int(total_budget * cap_fraction)
+
+
+def split_kv_budget(total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float = 0.30) -> KvBudget:
+    """The KV budget of one logical core, with its terms, before the minimum is looked at.
+
+    Source: determine_available_memory design, section 4. The nesting ``int(int(total * gmu) * cap)`` is part of the
+    contract: one product of all three differs by a byte often enough to change a block count.
+
+    Raises:
+        RuntimeError, ValueError: as :func:`requested_bytes` and :func:`capped_bytes`; ``bytes_used`` is negative.
+    """
+    total_budget = requested_bytes(total_hbm_bytes, gmu)
+    heuristic_cap = capped_bytes(total_budget, cap_fraction)
+    if bytes_used < 0:
+        raise ValueError(f"Used memory must not be negative. Got {bytes_used} bytes.")
+    user_budget = max(total_budget - bytes_used, 0)
+    return KvBudget(total_budget, user_budget, heuristic_cap, max(min(user_budget, heuristic_cap), 0))
+
+
+def check_minimum(available: int, minimum_bytes: int, detail: str = "") -> int:
+    """``available``, unless it is below ``minimum_bytes``; equal is enough, and a minimum <= 0 is no minimum.
+
+    ``detail`` is put into the error: the numbers that ``available`` came from.
+
+    Raises:
+        BelowMinimumError: it is below.
+    """
+    if minimum_bytes > 0 and available < minimum_bytes:
+        raise BelowMinimumError(
+            f"Computed KV cache budget is below minimum threshold: {available / GIB:.2f} GiB ({available} bytes) "
+            f"against {minimum_bytes / GIB:.2f} GiB ({minimum_bytes} bytes).{' ' + detail if detail else ''} "
+            f"Raise gpu_memory_utilization or tensor_parallel_size, or {CAP_VARIABLE} where the cap is what binds, or "
+            f"lower {MINIMUM_VARIABLE}."
+        )
+    return available
+
+
+def compute_kv_budget(
+    total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float = 0.30, minimum_bytes: int = GIB
+) -> int:
+    """Bytes of KV for one logical core with ``total_hbm_bytes`` of HBM, ``bytes_used`` of them taken by the model.
+
+    Source: determine_available_memory design, section 4 (``_compute_kv_budget``).
+
+    Raises:
+        BelowMinimumError: the result is below ``minimum_bytes``.
+        RuntimeError, ValueError: an argument is out of its range; the cap is looked at before the minimum.
+    """
+    terms = split_kv_budget(total_hbm_bytes, bytes_used, gmu, cap_fraction)
+    return check_minimum(
+        terms.available, minimum_bytes, describe(terms, total_hbm_bytes, bytes_used, gmu, cap_fraction)
+    )
+
+
+def describe(terms: KvBudget, total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float) -> str:
+    """The terms of a budget in one sentence for an error or a report."""
+    return (
+        f"HBM {total_hbm_bytes / GIB:.2f} GiB x gpu_memory_utilization {gmu:g} = {terms.total_budget / GIB:.2f} GiB, "
+        f"used {bytes_used / GIB:.2f} GiB, cap fraction {cap_fraction:g} = {terms.heuristic_cap / GIB:.2f} GiB."
+    )
+
+
+def headroom_kv_budget(core_hbm_bytes: int, weight_bytes: int, headroom_bytes: int) -> int:
+    """``max(core_hbm_bytes - weight_bytes - headroom_bytes, 0)``: neither utilisation nor cap.
+
+    Source: the headroom mode described for Neuron SDK 2.33; ``headroom_bytes`` stands for scratchpad, code, DMA rings
+    and runtime data of one logical core.
+
+    Raises:
+        ValueError: an argument is negative, or there is no HBM.
+    """
+    if core_hbm_bytes <= 0 or weight_bytes < 0 or headroom_bytes < 0:
+        raise ValueError(
+            "Headroom budget needs HBM above 0 and no negative term. "
+            f"Got HBM {core_hbm_bytes}, weights {weight_bytes}, headroom {headroom_bytes} bytes."
+        )
+    return max(core_hbm_bytes - weight_bytes - headroom_bytes, 0)
+
+
+def needed_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Blocks that ``max_num_seqs`` requests of ``max_model_len`` tokens fill, and the null block that vLLM keeps.
+
+    Raises:
+        ValueError: an argument is not positive.
+    """
+    if min(max_num_seqs, max_model_len, block_size) <= 0:
+        raise ValueError(
+            f"Block need of max_num_seqs={max_num_seqs}, max_model_len={max_model_len}, block_size={block_size} "
+            "cannot be computed; all three must be positive."
+        )
+    return max_num_seqs * -(-max_model_len // block_size) + 1
+
+
+def host_kv_budget(host_bytes: int, workers: int, gmu: float, cap_fraction: float = 0.30) -> int:
+    """KV bytes of one of ``workers`` equal workers on a host that has ``host_bytes`` to give (Neuron CPU mode).
+
+    Source: determine_available_memory design, section 4 (``_determine_available_memory_cpu``). There is no minimum
+    here, and weights are not subtracted, since they are resident when the host is asked.
+
+    Raises:
+        RuntimeError: nothing to share, or nothing left for one worker.
+        RuntimeError, ValueError: utilisation or cap out of range.
+    """
+    if host_bytes <= 0:
+        raise RuntimeError(
+            f"No host memory is available for KV: {host_bytes} bytes. Free memory on the host or raise its limit."
+        )
+    share = host_bytes // max(workers, 1)
+    if share <= 0:
+        raise RuntimeError(f"{host_bytes} bytes of host memory leave nothing for each of {workers} workers.")
+    return capped_bytes(requested_bytes(share, gmu), cap_fraction)
