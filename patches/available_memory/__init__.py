@@ -7,12 +7,15 @@ The declaration only; importing it imports no installer.
 from __future__ import annotations
 
 from vllm_omni_patch.patches.available_memory.flags import FLAGS
+from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_LAYOUT, NEW_MODULE, OLD_LAYOUT, OLD_MODULE
 
-from vllm_omni_patch.patch import Contract, Native, Patch, Target
+from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
 
 _ROOM = "vllm_omni_patch.patches.available_memory"
 _METHOD = "determine_available_memory"
 _NO_PARAMETERS = Contract(parameters=())
+# What every published worker of the old layout defines, and the order in which vLLM calls it, rests on.
+_NEURON_WORKER = Contract(parameters=(), base_methods=("init_device", "load_model", "get_kv_cache_spec"))
 
 NEURON_NATIVE = Native(
     base_methods=("_compute_kv_budget", "_get_kv_cap_fraction"),
@@ -41,18 +44,19 @@ PATCH = Patch(
     effect="changes",
     targets=(
         Target(
-            module="vllm_neuron.worker.neuron_worker",
+            module=OLD_MODULE,
             qualname=f"NeuronWorker.{_METHOD}",
             install=f"{_ROOM}.hooks_neuron:install",
             distribution="vllm-neuron",
-            contract=_NO_PARAMETERS,
+            contract=_NEURON_WORKER,
             native=NEURON_NATIVE,
             optional=True,
             evidence="documented",
+            documented=OLD_LAYOUT,
             note="plugin 0.1 to 0.5; on 0.5 the contiguous-KV and pooling branches stay the plugin's own",
         ),
         Target(
-            module="vllm_neuron.vllm.worker.neuron_worker",
+            module=NEW_MODULE,
             qualname=f"NeuronWorker.{_METHOD}",
             install=f"{_ROOM}.hooks_neuron:install",
             distribution="vllm-neuron",
@@ -60,13 +64,52 @@ PATCH = Patch(
             native=NEURON_NATIVE_PATH,
             optional=True,
             evidence="documented",
+            documented=NEW_LAYOUT,
             note="plugin 0.21 and later: left alone",
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname=f"Worker.{_METHOD}",
             install=f"{_ROOM}.hooks:install_gpu",
-            contract=_NO_PARAMETERS,
+            contract=Contract(
+                parameters=(),
+                class_attributes=("requested_memory", "init_snapshot", "available_kv_cache_memory_bytes"),
+                module_attributes=("memory_profiling",),
+            ),
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname="Worker.init_device",
+            install=f"{_ROOM}.hooks:install_init",
+            contract=Contract(parameters=(), class_attributes=("requested_memory", "init_snapshot")),
+            note="with the process budget only: own memory before the weights, and a refusal that names the neighbours",
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname="Worker.initialize_from_config",
+            install=f"{_ROOM}.hooks:install_layout",
+            contract=Contract(parameters=(Parameter("kv_cache_config"),)),
+            note="adds the block count to the report",
+        ),
+        Target(
+            module="vllm.v1.worker.startup_plan",
+            qualname="compute_plan_fingerprint",
+            install=f"{_ROOM}.hooks:install_plan",
+            optional=True,
+            note="vLLM 0.26 and later: a saved start-up plan belongs to the budget policy that made it",
+        ),
+        Target(
+            module="vllm_omni.worker.base",
+            qualname=f"OmniGPUWorkerBase.{_METHOD}",
+            install=f"{_ROOM}.omni:install",
+            distribution="vllm-omni",
+            contract=Contract(
+                parameters=(),
+                class_attributes=("available_kv_cache_memory_bytes",),
+                module_attributes=("memory_profiling",),
+            ),
+            optional=True,
+            note="0.16 to 0.28 read this process through NVML, 0.30 does not; both follow VLLM_OMNI_PATCH_GPU_BUDGET",
         ),
         Target(
             module="vllm.v1.worker.cpu_worker",

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_omni_patch.patches.available_memory import calibrate, neuron, neuron_logs
+from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_MODULE
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
@@ -21,7 +22,6 @@ from vllm_omni_patch.patch import Hook, Undo
 logger = ledger.logger("memory")
 
 NATIVE_SIGNS = ("_compute_kv_budget", "_get_kv_cap_fraction")
-NATIVE_MODULE = "vllm_neuron.vllm.worker.neuron_worker"
 # Plugin 0.5: block-KV layouts ask the one, contiguous layouts the other.
 FREE_BYTES_METHOD = "_query_runtime_memory"
 CONTIGUOUS_METHOD = "_calculate_contiguous_kv_memory"
@@ -36,7 +36,7 @@ def install(hook: Hook) -> Undo:
         RuntimeError: the worker computes a budget itself, or its branches cannot be told apart; it is left alone.
     """
     signs = [name for name in NATIVE_SIGNS if hasattr(hook.owner, name)]
-    if signs or hook.target.module == NATIVE_MODULE:
+    if signs or hook.target.module == NEW_MODULE:
         raise RuntimeError(f"{hook.target.name} computes its own KV budget ({', '.join(signs) or 'by its path'})")
     if hasattr(hook.owner, CONTIGUOUS_METHOD) and not hasattr(hook.owner, FREE_BYTES_METHOD):
         raise RuntimeError(
