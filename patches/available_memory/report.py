@@ -82,9 +82,11 @@ class BudgetReport:
     """What one worker's ``determine_available_memory`` returned, and why. All sizes in bytes.
 
     ``kv_bytes`` is the number returned. ``policy`` names the rule that made it (``stock``, ``process``, ``explicit``,
-    ``cap``...), ``formula`` the same in one line of text. ``linear_in_requested`` says that lowering ``requested`` by
+    ``cap``...), ``formula`` the same in one line of text. ``own_advice`` is what the worker's own policy suggests;
+    ``advice`` is that and what :func:`advise` works out. ``linear_in_requested`` says that lowering ``requested`` by
     one byte lowers the budget by one byte, so that a utilisation can be computed from a wanted budget.
-    ``blocks`` and ``block_bytes`` stay ``None`` until the KV cache is laid out.
+    ``blocks`` and ``block_bytes`` stay ``None`` until the KV cache is laid out. ``kv_setting`` is the setting that
+    fixes the size on this worker: the option, or ``VLLM_CPU_KVCACHE_SPACE`` (whole GiB) on CPU through vLLM 0.19.
     """
 
     platform: Platform
@@ -98,9 +100,11 @@ class BudgetReport:
     inputs: list[Input] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    own_advice: list[str] = field(default_factory=list)
     block_bytes: int | None = None
     blocks: int | None = None
     linear_in_requested: bool = True
+    kv_setting: str = "--kv-cache-memory-bytes"
     reserved_for_model_local_kv: int = 0
     model_local_kv: dict[str, Any] | None = None
 
@@ -114,16 +118,20 @@ class BudgetReport:
         return None if item is None else item.value
 
 
-def emit(report: BudgetReport) -> str | None:
+def emit(report: BudgetReport, brief: bool = False) -> str | None:
     """Log ``report`` as one table, write ``memory-<pid>.json`` and set the gauges; returns the file's path, if any.
 
     Never raises; what went wrong is one warning. Completes ``report`` in place: standard inputs that are missing are
-    added as unknown, the model-local KV is taken from the ledger, the advice is worked out.
+    added as unknown, the model-local KV is taken from the ledger, the advice is worked out. ``brief``: the table was
+    logged before and only the block count is new.
     """
     try:
         complete(report)
         data = to_dict(report)
-        logger.info("%s", as_text(data))
+        if brief:
+            logger.info("KV cache laid out: %s blocks of %s bytes", report.blocks, report.block_bytes)
+        else:
+            logger.info("%s", as_text(data))
         _set_gauges(report)
         return ledger.write_report("memory", data)
     except Exception as error:
@@ -142,9 +150,7 @@ def complete(report: BudgetReport) -> None:
     published = ledger.published(MODEL_LOCAL_KV)
     if isinstance(published, dict):
         report.model_local_kv = published
-    for line in advise(report):
-        if line not in report.advice:
-            report.advice.append(line)
+    report.advice = [*report.own_advice, *advise(report)]
 
 
 def local_kv(report: BudgetReport, key: str) -> int | None:
@@ -185,11 +191,11 @@ def advise(report: BudgetReport) -> list[str]:
         return []
     if room <= 0:
         return [f"There is no room for a KV cache beside {reason}; lower max_num_seqs or free memory on the device."]
-    lines = [f"To leave room for {reason}: --kv-cache-memory-bytes {room}"]
     utilization = utilization_for(report, room)
-    if utilization is not None:
-        lines[0] += f", or --gpu-memory-utilization {utilization:g}"
-    return lines
+    other = "" if utilization is None else f", or --gpu-memory-utilization {utilization:g}"
+    if report.kv_setting == "VLLM_CPU_KVCACHE_SPACE":
+        return [f"To leave room for {reason}: VLLM_CPU_KVCACHE_SPACE={room // GIB}{other}"]
+    return [f"To leave room for {reason}: {report.kv_setting} {room}{other}"]
 
 
 def utilization_for(report: BudgetReport, kv_bytes: int) -> float | None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hook on vLLM-Omni's GPU worker, which sizes KV itself.
+
+vLLM-Omni 0.16 to 0.28 (``vllm_omni/worker/base.py``) subtract what NVML lists for this process: a process that is not
+listed counts as 0 bytes (public report B4), and the transient activation peak is not subtracted at all. 0.30 went
+back to the three profiling terms and reads no NVML. What a release does is told from its module, not from its number.
+
+With ``VLLM_OMNI_PATCH_GPU_BUDGET=process`` both take the road of vLLM's worker: the corrected profile, for which the
+older releases are told that their own reading is not available. With ``stock`` the number stays vLLM-Omni's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from vllm_omni_patch.patches.available_memory import hooks
+from vllm_omni_patch.patches.available_memory.flags import GPU_BUDGET
+from vllm_omni_patch.patches.available_memory.profiling import swapped
+
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.patch import Hook, Undo
+
+logger = ledger.logger("memory")
+
+READER = "get_process_gpu_memory"
+
+
+def install(hook: Hook) -> Undo:
+    """Wrap ``OmniGPUWorkerBase.determine_available_memory``."""
+
+    def determine(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+        def run() -> Any:
+            with own_reading(hook.module, flags.read(GPU_BUDGET) == "process"):
+                return hooks.run_gpu(hook.module, wrapped, worker, args, kwargs)
+
+        return hooks.once(wrapped, worker, args, kwargs, run)
+
+    return hook.wrap(determine)
+
+
+@contextmanager
+def own_reading(module: ModuleType, process: bool) -> Iterator[None]:
+    """Stand in for the worker's own NVML reading, where the release has one, for the length of the block.
+
+    ``process``: it answers "not available", so that the worker uses the profile. Otherwise it answers as before, and
+    a miss that was read as 0 bytes becomes a warning.
+    """
+    original = getattr(module, READER, None)
+    if original is None:
+        yield
+        return
+
+    def withheld(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        value = original(*args, **kwargs)
+        if value == 0:
+            logger.warning(
+                "vLLM-Omni reads 0 bytes of device memory for this process and will size KV as if it held nothing. "
+                "Set %s=process to size it from the profile.",
+                GPU_BUDGET.name,
+            )
+        return value
+
+    with swapped(module, READER, withheld if process else watched):
+        yield
