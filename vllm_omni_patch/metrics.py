@@ -18,14 +18,14 @@ _families: dict[str, tuple[Literal["gauge", "counter"], str]] = {}
 _values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
 
-def set_gauge(name: str, help: str, value: float, **labels: object) -> None:
+def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
     """Set gauge ``vllm_omni_patch_<name>`` to ``value``."""
     with _lock:
         _families[name] = ("gauge", help)
         _values[(name, _key(labels))] = float(value)
 
 
-def add(name: str, help: str, amount: float = 1, **labels: object) -> None:
+def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
     """Add ``amount`` (>= 0) to counter ``vllm_omni_patch_<name>``; the name ends in ``_total``."""
     with _lock:
         _families[name] = ("counter", help)

@@ -73,13 +73,19 @@ class Failed:
 
 @dataclass
 class Collection:
-    """What one walk found. ``declarers`` counts the owners that were asked, ``modules`` the modules walked."""
+    """What one walk found. ``declarers`` counts the owners that were asked, ``modules`` the modules walked.
+
+    ``native``: declared peak by owner and name, in bytes, where a corrected declaration stands before the release's
+    own; ``root``: name by which the first root goes; ``paths``: see ``keep_paths`` of :func:`collect`.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     inert: list[Inert] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     declarers: int = 0
     modules: int = 0
+    root: str = ""
+    native: dict[tuple[str, str], int] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
 
 
@@ -133,7 +139,9 @@ def collect(
         try:
             with specs.collecting(vllm_config, inert):
                 declared = list(getattr(owner.instance, owner.method)())
-            corrected = owner.method == specs.CORRECTED
+                corrected = owner.method == specs.CORRECTED
+                if corrected:
+                    found.native.update(_native(owner, max_num_seqs))
             found.entries += [_read(spec, owner, max_num_seqs, corrected) for spec in declared]
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -196,6 +204,7 @@ def _owners(
     for prefix, model in roots:
         root = unwrap(model)
         top = prefix or (type(root).__name__ if root_name is None else root_name)
+        found.root = found.root or top
         for parent, name, module in modules(root, seen):
             found.modules += 1
             kind = type(module)
@@ -268,6 +277,15 @@ def _read(spec: Any, owner: _Owner, max_num_seqs: int, corrected: bool) -> Entry
         corrected=corrected,
         owner_id=id(owner.instance),
     )
+
+
+def _native(owner: _Owner, max_num_seqs: int) -> dict[tuple[str, str], int]:
+    """What the release itself declares for ``owner``; nothing when it cannot say."""
+    try:
+        stock = getattr(owner.instance, specs.METHOD)()
+        return {(owner.path, str(spec.name)): int(spec.peak_bytes(max_num_seqs)) for spec in stock}
+    except Exception:
+        return {}
 
 
 def _size(value: Any, what: str) -> int:

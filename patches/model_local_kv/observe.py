@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow the transformers caches of this process: who made them, what they hold, the most they ever held.
+
+``Cache.__new__`` is the one place that every cache passes, copies included (``copy.deepcopy`` skips ``__init__``).
+The owner is looked for once, at creation: the nearest callers' ``self`` that are modules or objects of the model; a
+copy takes over the owner of its source. Only weak references are kept.
+
+Measuring reads metadata: at intervals on a thread of its own that starts with the first cache, and whenever a cache
+goes away, which is when it has grown to what it needed. All of it together is held below 1 % of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni_patch.patches.model_local_kv.measure import Held, StorageKey, is_pair, measure
+
+SHARE = 0.01
+"""Part of the time that measuring may take."""
+
+_FRAMES = 40
+_SELVES = 3
+_PASS = frozenset({"copy", "copyreg", "transformers.cache_utils", __name__})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a cache was made: ``site`` is ``file:line function``; ``selves`` are the nearest callers' ``self``."""
+
+    site: str
+    selves: tuple[weakref.ref[Any], ...] = ()
+    classes: tuple[str, ...] = ()
+
+    def owners(self) -> list[Any]:
+        """The callers that are still alive, the nearest first."""
+        return [owner for owner in (ref() for ref in self.selves) if owner is not None]
+
+
+@dataclass
+class Record:
+    """One cache that is alive, or was when last looked at."""
+
+    ref: weakref.ref[Any]
+    kind: str
+    origin: Origin
+    copy: bool
+    group: Hashable = None
+    geometry: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Peak:
+    """Largest figures seen for one group of caches. Bytes; ``rows`` counts batch entries over all live caches.
+
+    ``row_bytes`` and ``row_storage_bytes``: the most that one row of one cache showed and pinned. ``unmeasured``
+    counts caches of a layout that is not known; while it is above 0 the byte figures are floors.
+    """
+
+    storage_bytes: int = 0
+    view_bytes: int = 0
+    rows: int = 0
+    row_bytes: int = 0
+    row_storage_bytes: int = 0
+    live_bytes: int = 0
+    live_caches: int = 0
+    created: int = 0
+    copies: int = 0
+    unmeasured: int = 0
+    kinds: set[str] = field(default_factory=set)
+    sites: set[str] = field(default_factory=set)
+
+    def note(self, held: Held) -> None:
+        """Take the row figures of one cache."""
+        if held.rows:
+            self.row_bytes = max(self.row_bytes, held.view_bytes // held.rows)
+            self.row_storage_bytes = max(self.row_storage_bytes, held.storage_bytes // held.rows)
+
+
+Grouper = Callable[[Origin, tuple[int, int]], Hashable]
+"""From origin and ``(kv_heads, head_dim)`` to the group under which a cache is counted."""
+
+
+class Observer:
+    """Follows every instance of one ``Cache`` class and its subclasses from :meth:`install` to the undo.
+
+    ``group`` says whose a cache is; it may be replaced when the model is known, which starts the counting anew.
+    ``on_round`` is called on the measuring thread after each round, with whether a peak has risen since the last.
+    """
+
+    def __init__(self, interval: float = 1.0, on_round: Callable[[bool], None] | None = None) -> None:
+        self.interval = interval
+        self.on_round = on_round
+        self.peaks: dict[Hashable, Peak] = {}
+        self.samples = 0
+        self.seconds = 0.0
+        self._group: Grouper = lambda origin, geometry: origin.site
+        self._records: dict[int, Record] = {}
+        self._fixed: dict[Hashable, list[Held]] = {}
+        self._busy = threading.Lock()
+        self._not_before = 0.0
+        self._risen = False
+        self._wake = threading.Event()
+        self._thread_of: int | None = None
+        self._stopped = False
+
+    def install(self, cache_class: type) -> Callable[[], None]:
+        """Follow ``cache_class``; returns the undo, after which the class is as it was.
+
+        Raises:
+            RuntimeError: the class, or one of its subclasses, makes or ends its instances in its own way.
+        """
+        for name in ("__new__", "__del__"):
+            if any(name in vars(base) for base in cache_class.__mro__[:-1]):
+                raise RuntimeError(f"{cache_class.__name__} has its own {name}; its instances cannot be followed")
+        observer = self
+        # torch is there: cache_utils imports it. While torch.compile traces, the branch below is a constant, so a
+        # full graph stays one; a cache made inside it is not followed.
+        from torch.compiler import is_compiling
+
+        def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+            instance: Any = object.__new__(cls)
+            if not is_compiling():
+                observer._born(instance, sys._getframe(1))
+            return instance
+
+        def __del__(instance: Any) -> None:
+            observer._gone(instance)
+
+        setattr(cache_class, "__new__", __new__)  # noqa: B010 - a name that type checkers treat in a special way
+        setattr(cache_class, "__del__", __del__)  # noqa: B010
+
+        def undo() -> None:
+            self._stopped = True
+            self._wake.set()
+            # Deleting __new__ would leave a slot that rejects arguments of __init__.
+            setattr(cache_class, "__new__", staticmethod(_plain_new))  # noqa: B010
+            if vars(cache_class).get("__del__") is __del__:
+                delattr(cache_class, "__del__")
+            self._records.clear()
+
+        return undo
+
+    def regroup(self, group: Grouper) -> None:
+        """Count by ``group`` from now on; what is alive is sorted in again."""
+        with self._busy:
+            self._group = group
+            created = [(record.origin, record) for record in self._records.copy().values()]
+            self.peaks = {}
+            self._fixed = {}
+            for _, record in created:
+                record.group = None
+                self._count(record)
+        self.sample()
+
+    def hold(self, tensors: dict[Hashable, list[Held]]) -> None:
+        """Add memory that is no transformers cache (ring buffers on modules) to the groups, until the next call."""
+        for held_list in tensors.values():
+            for held in held_list:
+                held.rows = held.rows or 1
+        self._fixed = tensors
+
+    def live(self) -> list[tuple[Any, Record]]:
+        """The caches alive now."""
+        pairs = [(record.ref(), record) for record in self._records.copy().values()]
+        return [(cache, record) for cache, record in pairs if cache is not None]
+
+    def sample(self) -> bool:
+        """Measure everything that is alive, now. ``False`` when a measurement is running already."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        start = time.perf_counter()
+        try:
+            self._sample()
+        finally:
+            now = time.perf_counter()
+            self.samples += 1
+            self.seconds += now - start
+            self._not_before = now + (now - start) / SHARE
+            self._busy.release()
+        return True
+
+    def _sample(self) -> None:
+        totals: dict[Hashable, tuple[dict[StorageKey, int], list[int]]] = {}
+        for key, record in self._records.copy().items():
+            cache = record.ref()
+            if cache is None:
+                self._records.pop(key, None)
+                continue
+            if is_pair(cache):  # its halves are followed by themselves
+                self._forget(self._records.pop(key, record))
+                continue
+            held = measure(cache)
+            group = self._settle(record, held)
+            storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
+            sums[2] += 1
+            if held is not None:
+                self.peaks[group].note(held)
+                storages.update(held.storages)
+                sums[0] += held.view_bytes
+                sums[1] += held.rows
+        for group, held_list in self._fixed.items():
+            storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
+            for held in held_list:
+                self.peaks.setdefault(group, Peak()).note(held)
+                storages.update(held.storages)
+                sums[0] += held.view_bytes
+                sums[1] += held.rows
+        for group, peak in self.peaks.items():
+            storages, (view, rows, caches) = totals.get(group, ({}, [0, 0, 0]))
+            live = sum(storages.values())
+            peak.live_bytes, peak.live_caches = live, caches
+            self._risen = self._risen or live > peak.storage_bytes
+            peak.storage_bytes = max(peak.storage_bytes, live)
+            peak.view_bytes = max(peak.view_bytes, view)
+            peak.rows = max(peak.rows, rows)
+
+    def _settle(self, record: Record, held: Held | None) -> Hashable:
+        """The record's group; asked again once the cache has its first tensors and with them a geometry."""
+        geometry = (held.kv_heads, held.head_dim) if held is not None else (0, 0)
+        if record.group is None or (geometry != (0, 0) and geometry != record.geometry):
+            self._forget(record)
+            record.geometry = geometry
+            self._count(record)
+        if held is None:
+            peak = self.peaks[record.group]
+            peak.unmeasured = max(peak.unmeasured, 1)
+        return record.group
+
+    def _forget(self, record: Record) -> None:
+        before = self.peaks.get(record.group)
+        if before is not None:
+            before.created -= 1
+            before.copies -= record.copy
+        record.group = None
+
+    def _count(self, record: Record) -> None:
+        record.group = self._group(record.origin, record.geometry)
+        peak = self.peaks.setdefault(record.group, Peak())
+        peak.created += 1
+        peak.copies += record.copy
+        peak.kinds.add(record.kind)
+        peak.sites.add(record.origin.site)
+
+    def _born(self, instance: Any, frame: Any) -> None:
+        try:
+            origin, copied = self._origin(frame)
+            record = Record(weakref.ref(instance), type(instance).__name__, origin, copied)
+            self._records[id(instance)] = record
+            if self._thread_of != os.getpid():
+                self.start()
+        except Exception:  # a cache that is not followed is a gap in a report; a raising __new__ would end a request
+            pass
+
+    def _gone(self, instance: Any) -> None:
+        try:
+            record = self._records.get(id(instance))
+            if record is None or record.ref() is not instance:
+                return
+            # A group that was never measured is looked at whatever it costs: "never seen" must be true.
+            known = self.peaks.get(record.group) if record.group is not None else None
+            if known is None or not known.row_bytes or time.perf_counter() >= self._not_before:
+                self.sample()
+            self._records.pop(id(instance), None)
+        except Exception:
+            pass
+
+    def _origin(self, frame: Any) -> tuple[Origin, bool]:
+        site = ""
+        selves: list[Any] = []
+        copied = False
+        for _ in range(_FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            module = frame.f_globals.get("__name__")
+            if module == "copy" and code.co_name == "_reconstruct" and not site:
+                source = self._records.get(id(_local(frame, "x")))
+                if source is not None:
+                    return source.origin, True
+                copied = True
+            elif module not in _PASS:
+                site = site or f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+                if code.co_argcount and code.co_varnames[0] == "self":
+                    owner = _local(frame, "self")
+                    if owner is not None and not any(owner is known for known in selves):
+                        selves.append(owner)
+                        if len(selves) == _SELVES:
+                            break
+            frame = frame.f_back
+        classes = tuple(f"{type(owner).__module__}.{type(owner).__qualname__}" for owner in selves)
+        return Origin(site or "unknown", tuple(ref for ref in map(_weak, selves) if ref), classes), copied
+
+    def start(self) -> None:
+        """Start the measuring thread, once per process; a forked child's first cache starts the child's own."""
+        if self._thread_of == os.getpid():
+            return
+        self._thread_of = os.getpid()
+        if self.interval > 0:
+            threading.Thread(target=self._run, name="vllm-omni-patch-observe-kv", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stopped and self._thread_of == os.getpid():
+            cost = max(0.0, self._not_before - time.perf_counter())
+            if self._wake.wait(max(self.interval, cost)):
+                return
+            try:
+                self.sample()
+                risen, self._risen = self._risen, False
+                if self.on_round is not None:
+                    self.on_round(risen)
+            except Exception:  # the next round may succeed; a thread that dies would stop the report for good
+                pass
+
+
+def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(cls)
+
+
+def _local(frame: Any, name: str) -> Any:
+    """One local variable of a function's frame, without leaving a snapshot that would keep the others alive."""
+    values = frame.f_locals
+    value = values.get(name)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & 0x1:
+        values.clear()
+    return value
+
+
+def _weak(value: Any) -> weakref.ref[Any] | None:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return None

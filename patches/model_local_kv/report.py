@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users see: one log block per load, ``model-local-kv-<pid>.json``, gauges, and the figures for the KV budget.
+
+The block has the shape of vLLM-Omni 0.30's, so one search finds both. Nothing here changes a budget.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from vllm_omni_patch.patches.model_local_kv.charge import Engine, budget_path, charge, resolve_residency
+from vllm_omni_patch.patches.model_local_kv.collect import Collection, Entry
+from vllm_omni_patch.patches.model_local_kv.reconcile import Row
+from vllm_omni_patch.patches.model_local_kv.suspects import Suspect
+
+from vllm_omni_patch import ledger, metrics
+
+SCHEMA = 1
+FACT = "model_local_kv"
+HEADLINE = "Model-local KV (outside the paged manager)"
+
+_STATES = (
+    ("charged", "already charged to the KV budget"),
+    ("uncharged", "in place and not charged"),
+    ("pending", "still to come while serving"),
+    ("unknown", "not known whether charged"),
+)
+
+logger = ledger.logger("model_local_kv")
+
+
+@dataclass
+class Load:
+    """One ``load_model`` of one runner. ``status``: ``declared``, ``empty`` (declarers hold nothing), ``none`` (no
+    declarer) or ``failed`` (the collection itself raised: ``error``). ``native_report``: vLLM-Omni printed its own."""
+
+    runner: str
+    model: str
+    where: str
+    max_num_seqs: int
+    engine: Engine
+    collection: Collection = field(default_factory=Collection)
+    native_report: bool = False
+    error: str = ""
+
+    @property
+    def status(self) -> Literal["declared", "empty", "none", "failed"]:
+        """See the class."""
+        if self.error:
+            return "failed"
+        if self.collection.entries or self.collection.failed:
+            return "declared"
+        return "empty" if self.collection.declarers else "none"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The entries as plain data, each with ``charge`` and ``charge_reason``."""
+        path = budget_path(self.engine)
+        result = []
+        for entry in self.collection.entries:
+            row = asdict(entry)
+            del row["owner_id"]
+            row["residency"] = resolve_residency(entry.residency, entry.scope)
+            row["charge"], row["charge_reason"] = charge(row["residency"], path)
+            result.append(row)
+        return result
+
+
+def log(load: Load) -> None:
+    """Print the block, one line for each of the other outcomes, and a warning per declarer that failed."""
+    found = load.collection
+    if load.status == "failed":
+        logger.warning(
+            "%s: the collection failed (%s); what %s holds is unknown. The load went on.",
+            HEADLINE,
+            load.error,
+            load.model,
+        )
+        return
+    if load.status == "none":
+        logger.info("%s: none of the %d modules of %s declares any", HEADLINE, found.modules, load.model)
+        return
+    if load.status == "empty":
+        logger.info("%s: %d declarer(s) in %s, and all of them hold nothing", HEADLINE, found.declarers, load.model)
+    rows = load.rows()
+    if load.native_report:
+        _log_differences(load)
+    elif rows:
+        logger.info(
+            "%s: %s across %d declaration(s) at max_num_seqs=%d (%s)",
+            HEADLINE,
+            mib(sum(row["declared_peak"] for row in rows)),
+            len(rows),
+            load.max_num_seqs,
+            load.where,
+        )
+        for row in rows:
+            logger.info("  %s", line(row))
+    for state, words in _STATES:
+        part = [row["declared_peak"] for row in rows if row["charge"] == state]
+        if part:
+            logger.info("  %s: %s", words, mib(sum(part)))
+    for inert in found.inert:
+        logger.info("  %s.%s: nothing held: %s", inert.owner, inert.name, inert.reason)
+    for failed in found.failed:
+        logger.warning(
+            "  %s: model_local_kv_specs() of %s failed (%s); its bytes are unknown. The load went on.",
+            failed.owner,
+            failed.owner_class,
+            failed.reason,
+        )
+
+
+def _log_differences(load: Load) -> None:
+    """vLLM-Omni's lines stand; say only where the corrected figure is another one."""
+    for row in load.rows():
+        stock = load.collection.native.get((row["owner"], row["name"]))
+        if row["corrected"] and stock != row["declared_peak"]:
+            before = "not in the lines above" if stock is None else f"{mib(stock)} above"
+            logger.info("  %s; %s", line(row), before)
+    corrected = {entry.owner for entry in load.collection.entries if entry.corrected}
+    asked = {(entry.owner, entry.name) for entry in load.collection.entries}
+    for (owner, name), stock in load.collection.native.items():
+        if (owner, name) not in asked and (owner in corrected or not load.collection.entries):
+            logger.info("  %s.%s: %s above, and nothing is held on this path", owner, name, mib(stock))
+
+
+def line(row: dict[str, Any]) -> str:
+    """One entry in one line."""
+    driver = row["row_driver"]
+    if driver == "fixed":
+        driver = f"fixed({row['rows']}; {row['rows_reason']})"
+    storage = ""
+    if row["storage_peak"] is not None and row["storage_peak"] != row["declared_peak"]:
+        storage = f", storage up to {mib(row['storage_peak'])}"
+    return (
+        f"{row['owner']}.{row['name']}: {mib(row['declared_peak'])} ({row['rows']} rows from {driver} x "
+        f"{mib(row['bytes_per_row'])}/row, scope={row['scope']}, {row['positions']} positions from "
+        f"{row['capacity_source']}{storage}; {row['charge']}: {row['charge_reason']})"
+    )
+
+
+def figures(loads: Sequence[Load]) -> dict[str, Any]:
+    """What other patches read under the fact ``model_local_kv``. Bytes.
+
+    ``resident_bytes``: in place when the budget is made, charged or not; ``uncharged_bytes`` is the part of it that no
+    term of the budget contains. ``pending_bytes``: allocated later; ``None`` when an entry's state is unknown or a
+    declarer failed, because then the sum would be a floor. ``pending_storage_bytes``: the same with what views can pin.
+    """
+    rows = [row for load in loads for row in load.rows()]
+    failed = sum(len(load.collection.failed) + bool(load.error) for load in loads)
+    unknown = sum(row["declared_peak"] for row in rows if row["charge"] == "unknown")
+    pending = [row for row in rows if row["charge"] == "pending"]
+    complete = not unknown and not failed
+    return {
+        "declared_bytes": sum(row["declared_peak"] for row in rows),
+        "resident_bytes": sum(row["declared_peak"] for row in rows if row["charge"] in ("charged", "uncharged")),
+        "uncharged_bytes": sum(row["declared_peak"] for row in rows if row["charge"] == "uncharged"),
+        "pending_bytes": sum(row["declared_peak"] for row in pending) if complete else None,
+        "pending_storage_bytes": (
+            sum(max(row["declared_peak"], row["storage_peak"] or 0) for row in pending) if complete else None
+        ),
+        "unknown_bytes": unknown,
+        "failed": failed,
+        "entries": rows,
+    }
+
+
+def gauges(loads: Sequence[Load], observed: Sequence[Row] = ()) -> None:
+    """Set ``model_local_kv_bytes``. A figure that is not known has no sample."""
+    help = "Attention KV outside the paged manager, in bytes."
+    for load in loads:
+        for entry in load.collection.entries:
+            _gauge(help, entry, "per_row", entry.bytes_per_row)
+            _gauge(help, entry, "declared_peak", entry.declared_peak)
+            _gauge(help, entry, "storage_peak", entry.storage_peak)
+    for row in observed:
+        metrics.set_gauge(
+            "model_local_kv_bytes",
+            help,
+            row.observed_peak,
+            owner=row.owner,
+            name="+".join(row.names) or "undeclared",
+            kind="observed_peak",
+        )
+
+
+def _gauge(help: str, entry: Entry, kind: str, value: int | None) -> None:
+    if value is not None:
+        metrics.set_gauge("model_local_kv_bytes", help, value, owner=entry.owner, name=entry.name, kind=kind)
+
+
+def document(
+    loads: Sequence[Load],
+    observed: Sequence[Row] | None = None,
+    suspects: Sequence[Suspect] | None = None,
+    cost: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """The JSON report. ``observed`` and ``suspects`` are ``null`` when nothing was looked at, which is not "none"."""
+    return {
+        "schema": SCHEMA,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "loads": [_load(load) for load in loads],
+        "figures": {key: value for key, value in figures(loads).items() if key != "entries"},
+        "observed": None if observed is None else [asdict(row) for row in observed],
+        "suspects": None if suspects is None else [_suspect(suspect) for suspect in suspects],
+        "observation": cost,
+    }
+
+
+def _load(load: Load) -> dict[str, Any]:
+    return {
+        "runner": load.runner,
+        "model": load.model,
+        "where": load.where,
+        "status": load.status,
+        "error": load.error,
+        "max_num_seqs": load.max_num_seqs,
+        "budget_path": budget_path(load.engine),
+        "native_report": load.native_report,
+        "modules": load.collection.modules,
+        "declarers": load.collection.declarers,
+        "entries": load.rows(),
+        "inert": [asdict(inert) for inert in load.collection.inert],
+        "failed": [asdict(failed) for failed in load.collection.failed],
+    }
+
+
+def _suspect(suspect: Suspect) -> dict[str, Any]:
+    row = asdict(suspect)
+    del row["storages"]
+    return {**row, "storage_bytes": suspect.storage_bytes}
+
+
+def mib(size: int) -> str:
+    """Bytes as MiB with two decimals."""
+    return f"{size / (1 << 20):.2f} MiB"

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process knows: its loads, and what is being observed in it. Touches transformers, not vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_omni_patch.patches.model_local_kv import report
+from vllm_omni_patch.patches.model_local_kv.collect import modules, unwrap
+from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE
+from vllm_omni_patch.patches.model_local_kv.measure import Held
+from vllm_omni_patch.patches.model_local_kv.observe import SHARE, Observer
+from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, Row, reconcile
+from vllm_omni_patch.patches.model_local_kv.suspects import Suspect, find
+
+from vllm_omni_patch import flags, ledger
+
+WALK_EVERY = 30.0
+"""Seconds between two walks for suspects, and between two writes of an unchanged kind of report."""
+
+CACHE_TARGET = "transformers.cache_utils:Cache.__new__"
+
+logger = ledger.logger("model_local_kv")
+
+
+class Watch:
+    """The loads of a process and, when asked for, the observation of its caches."""
+
+    def __init__(self) -> None:
+        self._loads: weakref.WeakKeyDictionary[Any, tuple[report.Load, list[tuple[str, Any]]]]
+        self._loads = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+        self._assignment = Assignment([], {})
+        self._observer: Observer | None = None
+        self._undo: Callable[[], None] | None = None
+        self._suspects: list[Suspect] = []
+        self._walk_at = 0.0
+        self._write_at = 0.0
+        self._said: set[tuple[str, ...]] = set()
+
+    @property
+    def observing(self) -> bool:
+        """Whether caches are followed in this process."""
+        return self._observer is not None
+
+    def loads(self) -> list[report.Load]:
+        """The loads whose runner is alive."""
+        return [load for load, _ in list(self._loads.values())]
+
+    def start(self) -> None:
+        """Follow transformers caches from now on, when the flag asks for it. Safe to call again."""
+        with self._lock:
+            if self._observer is not None or not flags.read(OBSERVE):
+                return
+            try:
+                observer = Observer(flags.read(INTERVAL), self._round)
+                self._undo = observer.install(importlib.import_module("transformers.cache_utils").Cache)
+                self._observer = observer
+                entry = ledger.Entry("model_local_kv", CACHE_TARGET, "applied", f"{OBSERVE.name} is set")
+            except Exception as error:
+                logger.warning("caches are not observed: %s", error)
+                entry = ledger.Entry(
+                    "model_local_kv", CACHE_TARGET, "failed", str(error), traceback=traceback.format_exc()
+                )
+            ledger.record(entry)
+
+    def stop(self) -> None:
+        """End the observation and forget its peaks."""
+        with self._lock:
+            if self._undo is not None:
+                self._undo()
+            self._observer = self._undo = None
+            self._suspects = []
+            self._said.clear()
+
+    def loaded(self, runner: Any, load: report.Load, roots: Sequence[tuple[str, Any]]) -> None:
+        """Take in a finished load: log it unless the same was logged for this runner, publish, write."""
+        with self._lock:
+            before = self._loads.get(runner)
+            self._loads[runner] = (load, [(prefix, weakref.ref(unwrap(model))) for prefix, model in roots])
+            if before is None or _content(before[0]) != _content(load):
+                report.log(load)
+            loads = self.loads()
+            ledger.publish(report.FACT, report.figures(loads))
+            if self._observer is not None:
+                self._assignment = Assignment(
+                    [entry for each in loads for entry in each.collection.entries],
+                    {key: path for each in loads for key, path in each.collection.paths.items()},
+                    load.collection.root,
+                )
+                self._observer.regroup(self._assignment)
+                self._walk()
+                self._observer.start()
+            self._write()
+
+    def refresh(self) -> dict[str, Any]:
+        """Measure and walk now, bring gauges and file up to date; returns the report as plain data."""
+        with self._lock:
+            if self._observer is not None:
+                self._walk()
+                self._observer.sample()
+            return self._write()
+
+    def rows(self) -> list[Row]:
+        """Declared against observed, as of the last measurement; empty when nothing is observed."""
+        if self._observer is None:
+            return []
+        peaks = {group: peak for group, peak in self._observer.peaks.copy().items() if isinstance(group, Group)}
+        return reconcile(self._assignment, peaks)
+
+    def _round(self, risen: bool) -> None:
+        with self._lock:
+            now = time.monotonic()
+            walked = now >= self._walk_at
+            if walked:
+                self._walk()
+            if walked or (risen and now >= self._write_at):
+                self._write()
+
+    def _walk(self) -> None:
+        """Look for suspects; those that a declaration covers are what it holds, the others are listed."""
+        start = time.monotonic()
+        seen: set[int] = set()
+        found: list[Suspect] = []
+        for _, roots in list(self._loads.values()):
+            for prefix, ref in roots:
+                root = ref()
+                if root is not None:
+                    found += find(_paths(root, prefix, seen))
+        covered: dict[Group, list[Held]] = {}
+        rest = []
+        for suspect in found:
+            group = self._assignment.at(suspect.owner, suspect.heads_and_size())
+            if group is None:
+                rest.append(suspect)
+            else:
+                covered.setdefault(group, []).append(suspect.held())
+        self._suspects = rest
+        if self._observer is not None:
+            self._observer.hold({**covered})
+            self._observer.sample()
+        now = time.monotonic()
+        self._walk_at = now + max(WALK_EVERY, (now - start) / SHARE)
+
+    def _write(self) -> dict[str, Any]:
+        rows = self.rows()
+        loads = self.loads()
+        report.gauges(loads, rows)
+        observer = self._observer
+        for row in rows:
+            self._say(row)
+        for suspect in self._suspects:
+            self._say_suspect(suspect)
+        document = report.document(
+            loads,
+            None if observer is None else rows,
+            None if observer is None else self._suspects,
+            None if observer is None else {"samples": observer.samples, "seconds": observer.seconds},
+        )
+        ledger.write_report("model-local-kv", document)
+        self._write_at = time.monotonic() + 10 * flags.read(INTERVAL)
+        return document
+
+    def _say(self, row: Row) -> None:
+        """One line per finding and process; later growth is in the file and in the gauges."""
+        key = (row.owner, *row.names, row.status)
+        if row.status not in ("under-declared", "undeclared") or key in self._said:
+            return
+        self._said.add(key)
+        name = f"{row.owner}.{'+'.join(row.names)}" if row.names else row.owner
+        logger.warning(
+            "model-local KV %s: %s: %s so far; %s", row.status, name, report.mib(row.observed_peak), row.text
+        )
+
+    def _say_suspect(self, suspect: Suspect) -> None:
+        key = ("suspect", suspect.owner, suspect.attribute)
+        if key in self._said:
+            return
+        self._said.add(key)
+        logger.info(
+            "model-local KV suspected: %s.%s: %s in %d tensor(s) of shape %s (%s)",
+            suspect.owner,
+            suspect.attribute,
+            report.mib(suspect.storage_bytes),
+            suspect.tensors,
+            suspect.shape,
+            suspect.why,
+        )
+
+
+def _paths(root: Any, prefix: str, seen: set[int]) -> list[tuple[str, Any]]:
+    joined = []
+    for parent, name, module in modules(root, seen):
+        path = ".".join(part for part in (prefix, parent, name) if part)
+        joined.append((path, module))
+    return joined
+
+
+def _content(load: report.Load) -> tuple[Any, ...]:
+    """What the log block says, without what changes from call to call."""
+    rows = [
+        (row["owner"], row["name"], row["declared_peak"], row["storage_peak"], row["charge"]) for row in load.rows()
+    ]
+    found = load.collection
+    return (load.status, load.error, rows, found.inert, [(bad.owner, bad.reason) for bad in found.failed])
+
+
+WATCH = Watch()
+"""This process's."""
+
+
+def refresh() -> dict[str, Any]:
+    """Measure this process's model-local KV now and return the report; callable through ``collective_rpc``."""
+    return WATCH.refresh()
