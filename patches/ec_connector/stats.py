@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the encoder cache did: counters for ``/metrics``, the ledger and a log line at intervals."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_patch import ledger, metrics
+
+_log = ledger.logger("ec")
+
+HELP = {
+    "hits": "Encoder outputs loaded from the encoder cache.",
+    "misses": "Encoder outputs looked for by a worker and not found usable.",
+    "stored": "Encoder outputs published in a tier of the encoder cache.",
+    "duplicates": "Stores left out because the entry was there already.",
+    "dropped": "Encoder outputs that were not stored: declined, queue full, too large, or the storage failed.",
+    "bad_entries": "Stored entries found damaged and removed.",
+    "fallbacks": "Promised encoder outputs that were encoded again because they could not be loaded.",
+    "lookups": "Lookups by the scheduler.",
+    "lookup_hits": "Lookups by the scheduler that found an entry.",
+    "remote_failures": "Remote operations that failed or passed their deadline.",
+    "bytes_loaded": "Bytes of encoder outputs loaded.",
+    "bytes_stored": "Bytes of encoder outputs stored.",
+    "load_seconds": "Seconds spent loading encoder outputs.",
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All counters at one moment; counts, bytes and seconds since the engine was built."""
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    duplicates: int = 0
+    dropped: int = 0
+    bad_entries: int = 0
+    fallbacks: int = 0
+    lookups: int = 0
+    lookup_hits: int = 0
+    remote_failures: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+
+
+class ECStats:
+    """Counters of one engine. ``interval`` seconds lie between log lines at least; 0: no line.
+
+    Every counter also goes to ``vllm_omni_patch_ec_<name>_total``.
+    """
+
+    def __init__(self, role: str, interval: float = 60.0) -> None:
+        self._role = role
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = dict.fromkeys(HELP, 0)
+        self._reasons: dict[str, int] = {}
+        self._logged_at = time.monotonic()
+        self._logged: dict[str, float] = dict(self._values)
+
+    def add(self, name: str, amount: float = 1, reason: str = "") -> None:
+        """Count; ``reason`` also keeps a count of its own (why stores were dropped). Never raises."""
+        with self._lock:
+            self._values[name] += amount
+            if reason:
+                self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        try:
+            metrics.add(f"ec_{name}_total", HELP[name], amount)
+        except Exception as error:
+            _log.debug("metric ec_%s_total: %s", name, error)
+
+    def fallback(self, count: int = 1) -> None:
+        """A promised item was encoded again."""
+        self.add("fallbacks", count)
+
+    def snapshot(self) -> Snapshot:
+        """All counters now."""
+        with self._lock:
+            values: dict[str, Any] = {
+                name: value if name == "load_seconds" else int(value) for name, value in self._values.items()
+            }
+        return Snapshot(**values)
+
+    def reasons(self) -> dict[str, int]:
+        """Why stores were dropped: reason to count."""
+        with self._lock:
+            return dict(self._reasons)
+
+    def tick(self, last: bool = False) -> None:
+        """Log one line when the interval is over and something happened; at once when ``last``. Never raises."""
+        now = time.monotonic()
+        with self._lock:
+            due = self._interval > 0 and now - self._logged_at >= self._interval
+            if not (due or last) or self._values == self._logged:
+                return
+            self._logged_at, self._logged = now, dict(self._values)
+        try:
+            facts = self.snapshot()
+            ledger.publish(f"ec_{self._role}", facts)
+            _log.info("%s", self.line(facts))
+        except Exception as error:
+            _log.debug("encoder cache statistics: %s", error)
+
+    def line(self, facts: Snapshot) -> str:
+        """The log line for ``facts``."""
+        text = (
+            f"Encoder cache ({self._role}): {facts.hits} hits, {facts.misses} misses, {facts.stored} stored, "
+            f"{facts.dropped} dropped, {facts.fallbacks} encoded again after a promise; "
+            f"{facts.bytes_loaded / 2**20:.1f} MiB loaded in {facts.load_seconds:.2f} s, "
+            f"{facts.bytes_stored / 2**20:.1f} MiB stored"
+        )
+        if facts.lookups:
+            text += f"; {facts.lookup_hits} of {facts.lookups} lookups found"
+        if facts.bad_entries:
+            text += f"; {facts.bad_entries} bad entries removed"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons().items()))
+        return f"{text} (dropped: {reasons})" if reasons else text

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tier of entries in files: the CPU tier (a folder in shared memory) and the disk tier are both this.
+
+Readers take no lock. They open a file, trust nothing of it before the header has been checked, and read (never map: a
+file cut short under a map kills the process) into fresh memory while summing. Writers write under a name of their own
+and rename, so a reader sees a whole entry, the one before it, or none.
+
+An entry is not synced before it is published unless ``fsync`` asks for it: a killed process loses nothing, and after a
+power cut a torn entry fails its checksum and is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_omni_patch.patches.ec_connector import format
+from vllm_omni_patch.patches.ec_connector.folder import Folder
+from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
+from vllm_omni_patch.patches.ec_connector.identity import Key
+
+Outcome = Literal["stored", "present", "busy", "too large"]
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class BadEntry(Exception):
+    """An entry is there and not usable. ``seen`` identifies the file for its removal."""
+
+    def __init__(self, reason: str, seen: os.stat_result) -> None:
+        super().__init__(reason)
+        self.seen = seen
+
+
+@dataclass
+class OpenEntry:
+    """A file opened for reading whose header has been checked. Close with :meth:`close`."""
+
+    handle: int
+    header: Header
+    status: os.stat_result
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.handle)
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Read the payload into ``buffer`` (exactly as long) and verify its checksum.
+
+        Raises:
+            BadEntry: shorter than its header says, or the checksum differs.
+            OSError: the device failed.
+        """
+        total = self.header.payload
+        check = format.Checksum(total)
+        position = 0
+        while position < total:
+            end = min(position + format.PIECE, total)
+            start = position
+            while position < end:
+                count = os.preadv(self.handle, [buffer[position:end]], self.header.size + position)
+                if count == 0:
+                    raise BadEntry(f"cut off at {position} of {total} bytes", self.status)
+                position += count
+            check.add(buffer[start:end])
+        if check.digest() != self.header.checksum:
+            raise BadEntry("checksum differs", self.status)
+
+
+class FileStore:
+    """Entries in the files of one :class:`Folder`. Thread-safe and process-safe.
+
+    ``name`` is for messages. Methods raise ``OSError`` for trouble with the storage; a caller decides what that means.
+    """
+
+    def __init__(
+        self, name: str, base: str, limit: int | None, *, fsync: bool = False, touch_seconds: float = 10.0
+    ) -> None:
+        self.name = name
+        self.folder = Folder(base, limit)
+        self.limit = limit
+        self._fsync = fsync
+        self._touch_seconds = touch_seconds
+
+    def open(self, key: Key) -> OpenEntry | None:
+        """Open the entry at ``key``'s address and check its header; ``None`` when there is none.
+
+        Whether it *is* the entry that ``key`` means is for ``header.matches`` to say.
+
+        Raises:
+            BadEntry: something is there that is no sound entry.
+            OSError: the storage failed.
+        """
+        try:
+            handle = os.open(os.path.join(self.folder.root, key.path), _OPEN)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return open_handle(handle)
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def contains(self, key: Key, rows: int | None = None) -> bool:
+        """Whether an entry with a sound header matches ``key`` and ``rows``.
+
+        Raises:
+            BadEntry: see :meth:`open`.
+            OSError: the storage failed.
+        """
+        entry = self.open(key)
+        if entry is None:
+            return False
+        entry.close()
+        return entry.header.matches(key, rows)
+
+    def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
+        """Whether a put of this shape and dtype would only write what is there already."""
+        try:
+            entry = self.open(key)
+        except (BadEntry, OSError):
+            return False
+        if entry is None:
+            return False
+        entry.close()
+        header = entry.header
+        return header.matches(key, rows) and header.columns == columns and header.dtype == dtype
+
+    def read(self, key: Key, rows: int | None, allocate: Callable[[Header], memoryview]) -> Header | None:
+        """Read and verify the entry that matches ``key`` and ``rows`` into ``allocate(header)``; ``None``: no such.
+
+        Raises:
+            BadEntry: the entry is damaged; what is in the buffer must not be used.
+            OSError: the storage failed.
+            MemoryError, RuntimeError: from ``allocate``.
+        """
+        entry = self.open(key)
+        if entry is None:
+            return None
+        try:
+            if not entry.header.matches(key, rows):
+                return None
+            entry.read_into(allocate(entry.header))
+            self._touch(entry)
+            return entry.header
+        finally:
+            entry.close()
+
+    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> Outcome:
+        """Publish an entry. ``force`` writes it even when an equal one seems to be there.
+
+        Raises:
+            OSError: the storage failed; nothing is left behind.
+        """
+        size = len(header) + payload.nbytes
+        if self.limit is not None and size > self.limit:
+            return "too large"
+        new = format.decode_header(header, size)
+        if not force and self.has(key, new.rows, new.columns, new.dtype):
+            return "present"
+        reserved = self.folder.reserve(key, size)
+        if reserved is None:
+            return "busy"
+        handle, temporary = reserved
+        try:
+            # Another writer may have published between the first look and the reservation.
+            if not force and self.has(key, new.rows, new.columns, new.dtype):
+                self.folder.abandon(handle, temporary, size)
+                return "present"
+            _write_all(handle, [memoryview(header), payload])
+            if self._fsync:
+                os.fsync(handle)
+            self.folder.publish(handle, temporary, key.path, size)
+        except BaseException:
+            self.folder.abandon(handle, temporary, size)
+            raise
+        if self._fsync:
+            _sync_folder(os.path.join(self.folder.root, key.folder))
+        return "stored"
+
+    def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
+        """Remove the entry at ``key``'s address. True when nothing is there afterwards."""
+        return self.folder.remove(key.path, seen)
+
+    def entries(self) -> Iterator[tuple[str, int, float, Header | None, str]]:
+        """(path, bytes, last use, header, error) of every entry; the header is ``None`` where ``error`` says why."""
+        for file in self.folder.published():
+            try:
+                entry = open_path(file.path)
+            except (BadEntry, OSError) as error:
+                yield file.path, file.size, file.used, None, str(error)
+                continue
+            entry.close()
+            yield file.path, file.size, file.used, entry.header, ""
+
+    def _touch(self, entry: OpenEntry) -> None:
+        now = time.time()
+        if abs(now - entry.status.st_mtime) > self._touch_seconds:
+            # Another user's file or a read-only mount: then its age stays what it is.
+            with contextlib.suppress(OSError):
+                os.utime(entry.handle)
+
+
+def open_path(path: str) -> OpenEntry:
+    """Open an entry by its file's path and check its header.
+
+    Raises:
+        BadEntry, OSError: as :meth:`FileStore.open`.
+    """
+    handle = os.open(path, _OPEN)
+    try:
+        return open_handle(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def open_handle(handle: int) -> OpenEntry:
+    """Check the header of an open file."""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise BadEntry("not a regular file", status)
+    try:
+        data = os.pread(handle, format.FIRST_READ, 0)
+        length = format.header_length(data)
+        if length > len(data):
+            data = os.pread(handle, length, 0)
+        header = format.decode_header(data, status.st_size)
+    except FormatError as error:
+        raise BadEntry(str(error), status) from None
+    return OpenEntry(handle, header, status)
+
+
+def _write_all(handle: int, parts: list[memoryview]) -> None:
+    while parts:
+        count = os.writev(handle, parts)
+        while parts and count >= parts[0].nbytes:
+            count -= parts.pop(0).nbytes
+        if count:
+            parts[0] = parts[0][count:]
+
+
+def _sync_folder(path: str) -> None:
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places of one engine's entries, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from vllm_omni_patch.patches.ec_connector.config import GIB, ECConfig
+from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.runtime import Runtime
+from vllm_omni_patch.patches.ec_connector.stats import ECStats
+from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
+from vllm_omni_patch.patches.ec_connector.writer import Tier
+
+from vllm_omni_patch import ledger
+
+_log = ledger.logger("ec")
+
+
+@dataclass
+class FileTier:
+    """A :class:`FileStore` in its place."""
+
+    name: str
+    store: FileStore
+
+    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> str:
+        """See :meth:`FileStore.write`."""
+        return self.store.write(key, header, payload, force=force)
+
+    def recover(self) -> None:
+        """Make the folder again where it vanished."""
+        self.store.folder.make()
+
+
+@dataclass
+class Tiers:
+    """All tiers. A store goes to the first of ``local`` that takes it, and to each of ``remote``."""
+
+    local: list[FileTier]
+    runtime: Runtime
+    stats: ECStats
+    remote: list[Tier] = field(default_factory=list)
+    largest: int = 0
+
+    @classmethod
+    def build(cls, config: ECConfig, runtime: Runtime, role: str, model: str, dtype: str, stats: ECStats) -> Tiers:
+        """Make the tiers that ``config`` asks for. A folder that cannot be made now is tried again at each store."""
+        local = []
+        if config.disk_path:
+            store = FileStore(
+                "disk", config.disk_path, config.disk_bytes, fsync=config.fsync, touch_seconds=config.touch_seconds
+            )
+            local.append(FileTier(f"disk {config.disk_path}", store))
+        limit = max(0, config.cpu_bytes - config.staging)
+        room = runtime.room()
+        if limit > room:
+            if not config.disk_path:
+                _log.warning(
+                    "Encoder cache: %s has room for %.2f GiB only; the CPU tier is kept to that instead of %.2f GiB. "
+                    "Enlarge it (docker: --shm-size), set ec_shm_path, or set ec_local_disk.",
+                    runtime.parent,
+                    room / GIB,
+                    limit / GIB,
+                )
+            limit = room
+        memory = FileStore("memory", runtime.entries, limit, touch_seconds=0.0)
+        local.append(FileTier("shared CPU memory", memory))
+        for tier in local:
+            try:
+                tier.recover()
+            except OSError as error:
+                _log.warning("Encoder cache: %s cannot be used at present: %s.", tier.name, error)
+        tiers = cls(local, runtime, stats)
+        tiers.largest = max(tier.store.limit or 0 for tier in local)
+        return tiers
+
+    def contains(self, key: Key, rows: int | None) -> bool:
+        """Whether any tier has a matching entry that is not refused."""
+        for tier in self.local:
+            try:
+                if tier.store.contains(key, rows):
+                    return not self.runtime.refused(key.path)
+            except BadEntry as error:
+                self.bad(tier, key, error)
+            except OSError as error:
+                _log.debug("cannot look up in %s: %s", tier.name, error)
+        return False
+
+    def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
+        """Whether a put would only write what is there already."""
+        return any(tier.store.has(key, rows, columns, dtype) for tier in self.local)
+
+    def bad(self, tier: FileTier, key: Key, error: BadEntry) -> None:
+        """Remove a damaged entry, or refuse it where it cannot be removed."""
+        self.stats.add("bad_entries")
+        _log.warning("Encoder cache: entry %s in %s is unusable (%s) and is removed.", key.path, tier.name, error)
+        if not tier.store.remove(key, error.seen):
+            self.runtime.refuse(key.path)
+
+    def discard(self, key: Key) -> None:
+        """Remove an entry everywhere; refuse it where that fails."""
+        if not all([tier.store.remove(key) for tier in self.local]):
+            self.runtime.refuse(key.path)
+
+    def get_remote(self, key: Key, rows: int | None, device: str) -> torch.Tensor | None:
+        """Load from the remote tier."""
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Leave all tiers."""
