@@ -6,19 +6,23 @@ Nothing here raises into a caller: a report that cannot be written is a log line
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import platform
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vllm_omni_patch import flags
 
 State = Literal["pending", "applied", "native", "skipped", "failed"]
+STATES: tuple[State, ...] = ("pending", "applied", "native", "skipped", "failed")
 
 
 def logger(name: str) -> logging.Logger:
@@ -28,7 +32,13 @@ def logger(name: str) -> logging.Logger:
 
 @dataclass
 class Entry:
-    """State of one target of one patch in this process. ``reason`` says why, for every state but ``pending``."""
+    """State of one target of one patch in this process. ``reason`` says why, for every state but ``pending``.
+
+    ``target`` is empty where the patch as a whole is meant (it cannot be imported, or nobody knows the name).
+    ``foreign`` lists wrappers of other packages around the same attribute; ``partial`` says where the original can
+    still be reached (a subclass overrides the method, a module copied the function by name). ``optional``: a release
+    without the target is ordinary.
+    """
 
     patch: str
     target: str
@@ -39,12 +49,16 @@ class Entry:
     verdict: str = ""
     release: str = ""
     foreign: list[str] = field(default_factory=list)
+    partial: list[str] = field(default_factory=list)
+    optional: bool = False
 
 
 _lock = threading.RLock()
 _entries: dict[tuple[str, str], Entry] = {}
 _facts: dict[str, Any] = {}
 _process: dict[str, Any] = {}
+_inspectors: list[Callable[[], None]] = []
+_held: list[tuple[str, int, str]] = []  # lines from before vLLM set up its log
 
 
 def record(entry: Entry) -> None:
@@ -60,7 +74,7 @@ def entries() -> list[Entry]:
 
 
 def describe_process(**facts: Any) -> None:
-    """Note facts about this process (road, vLLM version, role) for the log line and the report."""
+    """Note facts about this process (road, vLLM version) for the log line and the report."""
     with _lock:
         _process.update(facts)
 
@@ -83,19 +97,96 @@ def published(name: str, default: Any = None) -> Any:
         return _facts.get(name, default)
 
 
+# -- lines
+
+
+def say(level: int, text: str, name: str = "") -> None:
+    """Log ``text``, or hold it back until vLLM has set up its log: before that it would be lost or look foreign.
+
+    Releases up to 0.31 set it up when ``vllm.logger`` is imported, later ones when an engine's settings are known.
+    """
+    with _lock:
+        _held.append((name, level, text))
+    release_lines()
+
+
+def release_lines(force: bool = False) -> None:
+    """Let out the lines that were held back, if there is a log by now; with ``force``, in any case."""
+    if not _held or not (force or logger("").hasHandlers()):
+        return
+    with _lock:
+        held = _held[:]
+        _held.clear()
+    for name, level, text in held:
+        logger(name).log(level, "%s", text)
+
+
+def role() -> str:
+    """What this process is to vLLM, from its name and command: ``worker``, ``engine core``, ``api server``, ..."""
+    module = sys.modules.get("multiprocessing.process")
+    name = str(module.current_process().name) if module is not None else "MainProcess"
+    command = " ".join(sys.orig_argv)
+    for text, found in (("enginecore", "engine core"), ("worker", "worker"), ("apiserver", "api server")):
+        if text in name.lower():
+            return found
+    if "vllm.model_executor.models.registry" in command:
+        return "model inspection"
+    if "default_worker.py" in command:
+        return "ray worker"
+    if "api_server" in command or os.path.basename(sys.argv[0] if sys.argv else "") in ("vllm", "vllm-omni"):
+        return "api server"
+    return "main" if name == "MainProcess" else name
+
+
+def _command() -> str:
+    """The command without its arguments: they may hold keys."""
+    words = list(sys.orig_argv)
+    if "-m" in words[:-1]:
+        return f"{words[0]} -m {words[words.index('-m') + 1]}"
+    return words[0] if "-c" in words or len(words) < 2 else f"{words[0]} {words[1]}"
+
+
+# -- reports
+
+
+def inspect_with(inspector: Callable[[], None]) -> None:
+    """Call ``inspector`` before each snapshot: it may record what has changed since."""
+    with _lock:
+        _inspectors.append(inspector)
+
+
 def snapshot() -> dict[str, Any]:
     """This process's ledger as plain data."""
+    for inspector in list(_inspectors):
+        try:
+            inspector()
+        except Exception as error:
+            logger("ledger").debug("an inspection failed: %s", error)
     with _lock:
         rows = [asdict(entry) for entry in _entries.values()]
         about = dict(_process)
     return {
         "pid": os.getpid(),
         "ppid": os.getppid(),
-        "argv": list(getattr(sys, "argv", [])),
+        "host": platform.node(),
+        "role": role(),
+        "command": _command(),
         "time": time.time(),
         "process": about,
         "entries": rows,
     }
+
+
+def save() -> str | None:
+    """Write ``ledger-<pid>.json`` when a report folder is set; returns its path."""
+    return write_report("ledger", snapshot()) if _wants_reports() else None
+
+
+def _wants_reports() -> bool:
+    try:
+        return bool(flags.read(flags.REPORT_DIR))
+    except flags.FlagError:
+        return False
 
 
 def write_report(name: str, payload: Any) -> str | None:
@@ -111,8 +202,20 @@ def write_report(name: str, payload: Any) -> str | None:
         write_json(path, payload)
         return path
     except Exception as error:
-        logger("ledger").warning("could not write the %s report: %s", name, error)
+        way_out = f"Set {flags.REPORT_DIR.name} to a writable folder."
+        _warn_once(name, f"could not write the {name} report: {error}. {way_out}")
         return None
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(name: str, text: str) -> None:
+    with _lock:
+        if name in _warned:
+            return
+        _warned.add(name)
+    say(logging.WARNING, text, "ledger")
 
 
 def write_json(path: str, payload: Any) -> None:
@@ -131,3 +234,12 @@ def write_json(path: str, payload: Any) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(release_lines, True)

@@ -2,38 +2,61 @@
 """Gauges and counters named ``vllm_omni_patch_*``, gathered over all processes of an engine.
 
 vLLM serves ``/metrics`` from the API server, while most of what we count happens in the engine core and in workers.
-Each process therefore keeps its own numbers and leaves a snapshot in the run folder; in the process that serves
-``/metrics`` one collector reads all of them.
+Each process therefore keeps its own numbers and leaves a snapshot in the run folder; where ``/metrics`` is served one
+collector (``exposition.py``) reads all of them. Prometheus' own multiprocess mode is not used for this: vLLM turns it
+on only with several API servers, and its child processes import ``prometheus_client`` before it could be set.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import logging
+import os
+import platform
+import shutil
+import tempfile
 import threading
-from typing import Literal
+import time
+from types import ModuleType
+from typing import Any, Literal
+
+from vllm_omni_patch import flags, ledger
 
 PREFIX = "vllm_omni_patch_"
+FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
+INTERVAL_S = 0.25  # a process leaves at most four snapshots a second, however much it counts
 
-_lock = threading.Lock()
-_families: dict[str, tuple[Literal["gauge", "counter"], str]] = {}
-_values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+Kind = Literal["gauge", "counter"]
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+_lock = threading.RLock()
+_families: dict[str, tuple[Kind, str]] = {}
+_values: dict[Key, float] = {}
+_written = 0.0
+_timer: threading.Timer | None = None
+_made_by = 0
+_serves = False
 
 
-def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
+def set_gauge(name: str, help: str, value: float, **labels: object) -> None:
     """Set gauge ``vllm_omni_patch_<name>`` to ``value``."""
     with _lock:
         _families[name] = ("gauge", help)
         _values[(name, _key(labels))] = float(value)
+    changed()
 
 
-def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
+def add(name: str, help: str, amount: float = 1, **labels: object) -> None:
     """Add ``amount`` (>= 0) to counter ``vllm_omni_patch_<name>``; the name ends in ``_total``."""
     with _lock:
         _families[name] = ("counter", help)
         key = (name, _key(labels))
         _values[key] = _values.get(key, 0.0) + amount
+    changed()
 
 
-def values() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def values() -> dict[Key, float]:
     """This process's numbers, by name (without the prefix) and sorted labels."""
     with _lock:
         return dict(_values)
@@ -41,3 +64,164 @@ def values() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def _key(labels: dict[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((k, str(v)) for k, v in labels.items()))
+
+
+# -- snapshots in the run folder
+
+
+def start() -> None:
+    """Make the run folder, or take the one that was inherited. Without one, numbers stay within each process."""
+    global _made_by
+    try:
+        path = flags.read(flags.RUN_DIR)
+        if not path:
+            path = tempfile.mkdtemp(prefix=f"{FOLDER}-{platform.node()}-")
+            os.environ[flags.RUN_DIR.name] = path
+            _made_by = os.getpid()
+        elif not os.path.isdir(path) and not _from_elsewhere(path):
+            os.makedirs(path, mode=0o700)
+            _made_by = os.getpid()
+    except OSError as error:
+        ledger.say(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
+    atexit.register(_at_exit)
+
+
+def _from_elsewhere(path: str) -> bool:
+    """A run folder that a process on another host made: its path means nothing here."""
+    name = os.path.basename(path.rstrip("/"))
+    return name.startswith(f"{FOLDER}-") and not name.startswith(f"{FOLDER}-{platform.node()}-")
+
+
+def folder() -> str | None:
+    """The run folder, when there is one that this process can reach."""
+    path = os.environ.get(flags.RUN_DIR.name, "").strip()
+    return path if path and (os.path.isdir(path) or not _from_elsewhere(path)) else None
+
+
+def changed() -> None:
+    """Numbers or states have changed: leave a snapshot now, or soon if there was one a moment ago. Never raises."""
+    global _timer
+    wait = _written + INTERVAL_S - time.monotonic()
+    if wait <= 0:
+        flush()
+        return
+    with _lock:
+        if _timer is None:
+            _timer = threading.Timer(wait, flush)
+            _timer.daemon = True
+            try:
+                _timer.start()
+            except RuntimeError:  # the interpreter is shutting down; the exit handler writes the last one
+                _timer = None
+
+
+def flush() -> None:
+    """Leave this process's snapshot in the run folder. Never raises."""
+    global _written, _timer
+    try:
+        with _lock:
+            _timer, _written = None, time.monotonic()
+            path = folder()
+            if path is not None and (_values or ledger.entries()):
+                ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), snapshot())
+    except Exception as error:
+        ledger.logger("metrics").debug("could not leave a snapshot: %s", error)
+
+
+def snapshot() -> dict[str, Any]:
+    """This process's numbers and states as plain data."""
+    with _lock:
+        return {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "serves": _serves,
+            "families": {name: list(family) for name, family in _families.items()},
+            "values": [[name, [list(label) for label in labels], value] for (name, labels), value in _values.items()],
+            "vllm_version": str(ledger.process().get("vllm_version", "")),
+            "states": [[entry.patch, entry.target, entry.state] for entry in ledger.entries()],
+        }
+
+
+def read_snapshots() -> list[dict[str, Any]]:
+    """The snapshots of all processes of this run, this one's as it is now. Unreadable ones are left out."""
+    path = folder()
+    mine = f"metrics-{platform.node()}-{os.getpid()}.json"
+    found = [snapshot()]
+    for name in sorted(os.listdir(path)) if path and os.path.isdir(path) else []:
+        if not name.startswith("metrics-") or name == mine:
+            continue
+        try:
+            with open(os.path.join(str(path), name)) as file:
+                found.append(json.load(file))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def is_alive(one: dict[str, Any]) -> bool:
+    """The process that left a snapshot runs; one on another host is taken to."""
+    if one.get("host") != platform.node():
+        return True
+    try:
+        os.kill(int(one["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, KeyError):
+        return True
+    return True
+
+
+# -- where they are served
+
+
+def serve_with(module: ModuleType) -> None:
+    """Put our collector on each registry that ``vllm.v1.metrics.prometheus`` hands out."""
+    import wrapt
+
+    from vllm_omni_patch import exposition
+
+    def with_ours(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        registry = wrapped(*args, **kwargs)
+        serve_from(registry)
+        return registry
+
+    def serve_from(registry: Any) -> None:
+        global _serves
+        try:
+            exposition.register(registry)
+            _serves = True
+            changed()
+        except Exception as error:
+            ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
+
+    if hasattr(module, "get_prometheus_registry"):
+        wrapt.wrap_function_wrapper(module, "get_prometheus_registry", with_ours)
+
+
+# -- the end of a process
+
+
+def _at_exit() -> None:
+    """Leave the last numbers. The maker of the run folder removes it, unless a server that uses it lives on."""
+    try:
+        path = folder()
+        if path is None or not os.path.isdir(path):
+            return
+        others = [one for one in read_snapshots() if one["pid"] != os.getpid() and one.get("serves") and is_alive(one)]
+        if (_made_by == os.getpid() or _serves) and not others and os.path.basename(path).startswith(FOLDER):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            flush()
+    except Exception as error:
+        ledger.logger("metrics").debug("the run folder was not cleared: %s", error)
+
+
+def _after_fork() -> None:
+    """A forked child counts from zero: what it inherited is its parent's."""
+    global _lock, _timer, _written, _serves
+    _lock = threading.RLock()
+    _timer, _written, _serves = None, 0.0, False
+    _values.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -18,6 +18,9 @@ Effect = Literal["adds", "reports", "changes"]
 ParameterKind = Literal["positional", "positional_or_keyword", "keyword_only", "var_positional", "var_keyword"]
 Undo = Callable[[], None]
 
+# Attribute of our wrapper functions that says whose they are: (patch name, target name).
+MARK = "_vllm_omni_patch_owner"
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -121,7 +124,9 @@ class Patch:
 class Hook:
     """Handed to an installer: the imported module, the object that owns the attribute, and the attribute's value.
 
-    ``owner`` is the module or the class in which ``attribute`` is set. ``original`` is what stood there.
+    ``owner`` is the module or the class in which ``attribute`` is set. ``original`` is what stood there, as the
+    owner holds it (a ``staticmethod`` object, say). ``installed`` is the wrapper that :meth:`wrap` left there.
+    ``on_first_call`` is called once, when a call first goes through it.
     """
 
     patch: Patch
@@ -130,6 +135,8 @@ class Hook:
     owner: Any
     attribute: str
     original: Any
+    installed: Any = None
+    on_first_call: Callable[[], None] | None = None
 
     def wrap(self, wrapper: Callable[..., Any]) -> Undo:
         """Put ``wrapper(wrapped, instance, args, kwargs)`` around the target with wrapt; returns the undo.
@@ -138,8 +145,17 @@ class Hook:
         """
         import wrapt
 
-        wrapt.wrap_function_wrapper(self.module, self.target.qualname, wrapper)
+        waiting = [self.on_first_call] if self.on_first_call is not None else []
+
+        def ours(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            if waiting:
+                _tell(waiting)
+            return wrapper(wrapped, instance, args, kwargs)
+
+        setattr(ours, MARK, (self.patch.name, self.target.name))
+        wrapt.wrap_function_wrapper(self.module, self.target.qualname, ours)
         installed = vars(self.owner).get(self.attribute)
+        self.installed = installed
 
         def undo() -> None:
             if vars(self.owner).get(self.attribute) is not installed:
@@ -158,3 +174,11 @@ class Hook:
 
     def __post_init__(self) -> None:
         self._inherited = self.attribute not in vars(self.owner)
+
+
+def _tell(waiting: list[Callable[[], None]]) -> None:
+    """Report the first call through a wrapper, once, and never at the price of the call."""
+    try:
+        waiting.pop()()
+    except Exception:
+        return

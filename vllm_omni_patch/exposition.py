@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collector that shows the numbers of all processes of an engine on vLLM's ``/metrics``.
+
+Counters are summed over processes, those that have ended included, so that a sum never falls. A gauge is shown as it
+is; where two living processes have set the same gauge with the same labels to different values, each is shown with its
+process id in a further label ``pid``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_omni_patch import ledger, metrics
+from vllm_omni_patch.metrics import PREFIX, Key
+
+INFO_HELP = "State of each target of each asked-for patch: pending, applied, native, skipped or failed."
+
+_registries: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register(registry: Any) -> None:
+    """Put one collector of ours on a ``CollectorRegistry``, once."""
+    if registry not in _registries:
+        registry.register(Collector())
+        _registries.add(registry)
+
+
+class Collector:
+    """Reads every process's snapshot at each scrape. Never raises: a scrape without our numbers beats none."""
+
+    def describe(self) -> list[Any]:
+        """Nothing: a registry would otherwise ask for all numbers to learn their names."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        try:
+            found = list(families(metrics.read_snapshots()))
+        except Exception as error:
+            ledger.logger("metrics").debug("could not read the numbers of all processes: %s", error)
+            return iter(())
+        return iter(found)
+
+
+def families(snapshots: list[dict[str, Any]]) -> Iterator[Any]:
+    """``prometheus_client`` metric families for the snapshots of one engine's processes."""
+    from prometheus_client.core import Metric
+
+    kinds: dict[str, tuple[str, str]] = {}
+    for one in snapshots:
+        for name, (kind, text) in one["families"].items():
+            kinds.setdefault(name, (kind, text))
+    sums, gauges = _merge(snapshots, kinds)
+    for name, (kind, text) in sorted(kinds.items()):
+        family = Metric(PREFIX + (name.removesuffix("_total") if kind == "counter" else name), text, kind)
+        for (of, pairs), value in sorted((sums if kind == "counter" else gauges).items()):
+            if of == name:
+                family.add_sample(PREFIX + name, dict(pairs), value)
+        yield family
+    info = Metric(f"{PREFIX}info", INFO_HELP, "gauge")
+    for labels in states(snapshots):
+        info.add_sample(f"{PREFIX}info", labels, 1.0)
+    yield info
+
+
+def _merge(
+    snapshots: list[dict[str, Any]], kinds: dict[str, tuple[str, str]]
+) -> tuple[dict[Key, float], dict[Key, float]]:
+    sums: dict[Key, float] = {}
+    seen: dict[Key, dict[int, float]] = {}
+    for one in snapshots:
+        alive = metrics.is_alive(one)
+        for name, pairs, value in one["values"]:
+            key = (name, tuple((str(k), str(v)) for k, v in pairs))
+            if kinds[name][0] == "counter":
+                sums[key] = sums.get(key, 0.0) + value
+            elif alive:
+                seen.setdefault(key, {})[one["pid"]] = value
+    gauges: dict[Key, float] = {}
+    for (name, labels), by_pid in seen.items():
+        if len(set(by_pid.values())) == 1:
+            gauges[(name, labels)] = next(iter(by_pid.values()))
+            continue
+        for pid, value in by_pid.items():
+            gauges[(name, (*labels, ("pid", str(pid))))] = value
+    return sums, gauges
+
+
+def states(snapshots: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Labels of ``vllm_omni_patch_info``, one row per target and state that some living process reports.
+
+    ``pending`` is left out where another process has settled the target: that process just never imports it.
+    """
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for one in snapshots:
+        if metrics.is_alive(one):
+            for patch, target, state in one["states"]:
+                found.setdefault((patch, target), {}).setdefault(state, one["vllm_version"])
+    rows = []
+    for (patch, target), by_state in sorted(found.items()):
+        for state, version in sorted(by_state.items()):
+            if state != "pending" or len(by_state) == 1:
+                rows.append({"patch": patch, "target": target, "state": state, "vllm_version": version})
+    return rows

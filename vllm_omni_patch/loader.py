@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 2: pick the patches that are asked for, and hook each target when its module has been imported.
+
+Runs at the first look-up of a vLLM package. Nothing here raises into an import: what goes wrong becomes a state in
+the ledger. Only :func:`engine_starts`, which vLLM calls from its plugin loading, may raise, in strict mode.
+
+Groups. Targets of a group may live in modules that are imported at different times. When the first of them turns up,
+the others are judged ahead on the text of their modules; if one of them would not apply, none is hooked. Should a
+later one fail all the same, those before it are taken out again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from vllm_omni_patch import (
+    __version__,
+    announce,
+    apply,
+    discover,
+    flags,
+    installed,
+    known_flags,
+    layers,
+    ledger,
+    metrics,
+    startup,
+    strict,
+)
+from vllm_omni_patch.imports import Watch
+from vllm_omni_patch.ledger import Entry, State
+from vllm_omni_patch.patch import Patch, Target
+
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
+
+
+class Loader:
+    """One process's patches. ``road``: which of the two roads began stage 2."""
+
+    def __init__(self, road: str) -> None:
+        self.road = road
+        self.watch = Watch(self._hook_failed)
+        self.found = discover.find()
+        self.patches: list[Patch] = []
+        self.applied: dict[tuple[str, str], apply.Installed] = {}
+        self._owners: dict[tuple[str, str], str] = {}
+        self._groups_off: dict[tuple[str, str], str] = {}
+        self._said: set[str] = set()
+
+    # -- what is asked for
+
+    def begin(self) -> None:
+        """Read the flag, enter every asked-for target as pending, and watch for its module."""
+        value = str(flags.read(flags.SWITCH))
+        choice = discover.choose(value, self.found)
+        ledger.describe_process(package=__version__, road=self.road, flag=value, patches=list(choice.names))
+        ledger.inspect_with(self.inspect)
+        for name in choice.unknown:
+            self._settle_patch(name, discover.unknown_name(name, self.found))
+        for one in self.found:
+            if one.name not in choice.names:
+                continue
+            if one.patch is None:
+                self._settle_patch(one.name, one.error, one.traceback)
+            else:
+                self._enter(one.patch)
+        self._watch_vllm()
+        # Only now: a module that is imported already is hooked at once, and groups need to know all their members.
+        for name in dict.fromkeys(target.module for patch in self.patches for target in patch.targets):
+            self.watch.add(name, partial(self.on_import, name))
+        metrics.start()
+        ledger.save()
+
+    def _enter(self, patch: Patch) -> None:
+        self.patches.append(patch)
+        for target in patch.targets:
+            first = self._owners.setdefault((target.module, target.qualname), patch.name)
+            if first != patch.name:
+                self._record(patch, target, "skipped", f"patch {first!r} already holds this attribute", warn=True)
+            else:
+                self._record(patch, target, "pending")
+
+    def _settle_patch(self, name: str, reason: str, trace: str = "") -> None:
+        ledger.record(Entry(name, "", "failed", reason, trace))
+        ledger.say(logging.ERROR, f"{flags.SWITCH.name}: patch {name} is not applied: {reason}")
+
+    # -- vLLM's own modules that the loader needs, whatever the patches are
+
+    def _watch_vllm(self) -> None:
+        self.watch.add("vllm", _note_version)
+        self.watch.add("vllm.envs", lambda module: known_flags.tell(module, discover.all_flags(self.found)))
+        self.watch.add("vllm.logger", _notice_logging)
+        self.watch.add("vllm.v1.metrics.prometheus", metrics.serve_with)
+        self.watch.add("vllm.plugins", _notice_plugin_loading)
+
+    def _hook_failed(self, module: str, error: Exception) -> None:
+        trace = "".join(traceback.format_exception(error))
+        ledger.say(logging.WARNING, f"the loader's work on {module} failed ({error}); vLLM goes on without it")
+        ledger.say(logging.DEBUG, trace)
+
+    # -- a module has been imported
+
+    def on_import(self, name: str, module: ModuleType) -> None:
+        """Hook every pending target of a module that has just been imported or reloaded."""
+        for patch in self.patches:
+            mine = [t for t in patch.targets if t.module == name and self._owners[(name, t.qualname)] == patch.name]
+            for group in dict.fromkeys(target.group for target in mine):
+                members = [target for target in mine if target.group == group]
+                if group:
+                    self._hook_group(patch, group, members, module)
+                    continue
+                for target in members:
+                    self._hook(patch, target, module)
+        self._after_change()
+
+    def _hook(self, patch: Patch, target: Target, module: ModuleType) -> bool:
+        """Judge and install one target; returns whether it is applied now."""
+        try:
+            if self._stands(patch, target, module):
+                return True
+            release = self._release(target)
+            entry = self._judge(patch, target, module, release)
+            if entry is not None:
+                ledger.record(entry)
+                return False
+            self._install(patch, target, module, release)
+            return True
+        except apply.Refused as refusal:
+            self._record(patch, target, "skipped", str(refusal), warn=True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._record(patch, target, "failed", reason, traceback.format_exc())
+            self._say(logging.ERROR, f"{patch.name}: {target.name} failed, vLLM's own code stays: {reason}")
+        return False
+
+    def _stands(self, patch: Patch, target: Target, module: ModuleType) -> bool:
+        """A reload that left our wrapper in place, or a second look at the same module."""
+        done = self.applied.get((patch.name, target.name))
+        if done is None or done.hook.module is not module:
+            return False
+        try:
+            owner, attribute, value = apply.locate(module, target.qualname)
+        except LookupError:
+            return False
+        if owner is not done.hook.owner or attribute != done.hook.attribute:
+            return False
+        return value is done.current() if not done.is_wrapper else layers.depth(value, patch.name) > 0
+
+    def _judge(self, patch: Patch, target: Target, module: ModuleType, release: str | None) -> Entry | None:
+        """``None`` when the target may be hooked, else the entry that says why not."""
+        from vllm_omni_patch import matrix
+
+        decision = matrix.decide(patch, target, release, module)
+        if decision.apply:
+            if decision.level == "warning" or decision.like is not None:
+                self._say(LEVELS[decision.level], f"{patch.name}: {target.name}: {decision.reason}")
+            return None
+        level = LEVELS[decision.level]
+        quiet = decision.verdict == "absent" and target.optional
+        self._say(logging.DEBUG if quiet else level, f"{patch.name}: {target.name} is not hooked. {decision.reason}")
+        state: State = "native" if decision.verdict == "native" else "skipped"
+        return self._entry(patch, target, state, decision.reason, verdict=decision.verdict, release=release or "")
+
+    def _install(self, patch: Patch, target: Target, module: ModuleType, release: str | None) -> None:
+        done = apply.install(patch, target, module, on_first_call=self._first_call)
+        self.applied[(patch.name, target.name)] = done
+        home = target.module.partition(".")[0]
+        ledger.record(
+            self._entry(
+                patch,
+                target,
+                "applied",
+                verdict="applies",
+                release=release or "",
+                foreign=layers.foreign(done.hook.original, home),
+            )
+        )
+
+    def _release(self, target: Target) -> str | None:
+        return installed.live_release(installed.package_of(target.distribution, target.module))
+
+    # -- groups
+
+    def _hook_group(self, patch: Patch, group: str, members: list[Target], module: ModuleType) -> None:
+        key = (patch.name, group)
+        reason = self._groups_off.get(key) or self._group_obstacle(patch, group, members, module)
+        if reason:
+            self._group_is_off(patch, group, reason)
+            return
+        for target in members:
+            if self._hook(patch, target, module):
+                continue
+            entry = self._state(patch, target)
+            if entry is not None and entry.verdict == "absent" and target.optional:
+                continue
+            self._group_is_off(patch, group, f"{target.name}: {entry.reason if entry else 'not applied'}")
+            return
+
+    def _group_obstacle(self, patch: Patch, group: str, present: list[Target], module: ModuleType) -> str:
+        """Why not all members of a group can be hooked; empty when they can, as far as can be seen now."""
+        from vllm_omni_patch import ahead, matrix
+
+        for target in patch.targets:
+            if target.group != group or (patch.name, target.name) in self.applied:
+                continue
+            if self._owners[(target.module, target.qualname)] != patch.name:
+                return f"{target.name} is held by patch {self._owners[(target.module, target.qualname)]!r}"
+            if target in present:
+                decision = matrix.decide(patch, target, self._release(target), module)
+            else:
+                decision = ahead.decide(patch, target, self._release(target))
+            if not decision.apply and not (decision.verdict == "absent" and target.optional):
+                state: State = "native" if decision.verdict == "native" else "skipped"
+                ledger.record(self._entry(patch, target, state, decision.reason, verdict=decision.verdict))
+                return f"{target.name}: {decision.reason}"
+        return ""
+
+    def _group_is_off(self, patch: Patch, group: str, reason: str) -> None:
+        """Take out what a group has applied so far, and say of each member why it is not on."""
+        self._groups_off[(patch.name, group)] = reason
+        text = f"all targets of group {group!r} or none, and one cannot be applied: {reason}"
+        for target in patch.targets:
+            if target.group != group:
+                continue
+            done = self.applied.pop((patch.name, target.name), None)
+            left = apply.remove(done) if done is not None else ""
+            entry = self._state(patch, target)
+            if left:
+                self._record(patch, target, "failed", f"{text}. It could not be taken out again: {left}")
+            elif entry is None or entry.state in ("pending", "applied"):
+                self._record(patch, target, "skipped", text)
+        self._say(logging.WARNING, f"{patch.name}: {text}")
+
+    # -- states
+
+    def _state(self, patch: Patch, target: Target) -> Entry | None:
+        return next((e for e in ledger.entries() if (e.patch, e.target) == (patch.name, target.name)), None)
+
+    def _entry(self, patch: Patch, target: Target, state: State, reason: str = "", **more: Any) -> Entry:
+        return Entry(patch.name, target.name, state, reason, group=target.group, optional=target.optional, **more)
+
+    def _record(
+        self, patch: Patch, target: Target, state: State, reason: str = "", trace: str = "", warn: bool = False
+    ) -> None:
+        ledger.record(self._entry(patch, target, state, reason, traceback=trace))
+        if warn:
+            self._say(logging.WARNING, f"{patch.name}: {target.name} is not hooked: {reason}")
+
+    def _say(self, level: int, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            ledger.say(level, text)
+
+    def inspect(self) -> None:
+        """Look again at what is applied: who wrapped it since, who replaced it, where the original is still in use."""
+        for done in list(self.applied.values()):
+            entry = self._state(done.patch, done.target)
+            if entry is None or entry.state != "applied":
+                continue
+            current = done.current()
+            home = done.target.module.partition(".")[0]
+            if done.is_wrapper:
+                entry.foreign = layers.foreign(current, home)
+                if layers.depth(current, done.patch.name) == 0:
+                    entry.state, entry.reason = "failed", "replaced after it was applied: the wrapper is gone"
+                entry.partial = layers.overrides(done.hook.owner, done.hook.attribute) + layers.copies(
+                    done.hook.original, done.hook.owner, done.hook.attribute
+                )
+
+    # -- moments
+
+    def catch_up(self) -> None:
+        """Hook modules that came in without passing our finder, and stand first from now on if there were any."""
+        if self.watch.audit(everything=True):
+            startup.stand_first()
+
+    def _after_change(self) -> None:
+        ledger.save()
+        metrics.changed()
+        announce.when_settled()
+
+    def _first_call(self) -> None:
+        announce.at_first_call()
+        ledger.save()
+
+
+def start(road: str) -> Watch:
+    """Begin stage 2 in this process; returns what answers look-ups from now on. Called once, by ``startup.begin``."""
+    global _loader
+    _loader = Loader(road)
+    _loader.begin()
+    return _loader.watch
+
+
+def current() -> Loader | None:
+    """This process's loader, once stage 2 has begun."""
+    return _loader
+
+
+def engine_starts(road: str) -> None:
+    """An engine, or a part of one, starts in this process: vLLM has just loaded its plugins. Once per process.
+
+    Catches up on modules that were imported behind our back, logs this process's line, and in strict mode stops.
+
+    Raises:
+        RuntimeError: strict mode, and something that was asked for is not applied.
+        FlagError: ``VLLM_OMNI_PATCH_STRICT`` holds a value that it does not accept.
+    """
+    global _engine_pid
+    if _loader is None or _engine_pid == os.getpid():
+        return
+    _engine_pid = os.getpid()
+    try:
+        _loader.catch_up()
+        ledger.describe_process(engine_road=road)
+        announce.at_engine_start()
+        ledger.save()
+        metrics.changed()
+    except Exception as error:
+        ledger.say(logging.WARNING, f"the account of what is patched failed: {type(error).__name__}: {error}")
+    if flags.read(flags.STRICT):
+        strict.check(_loader.patches)
+
+
+def _notice_logging(module: ModuleType) -> None:
+    """Let our held lines out as soon as vLLM has set up its log."""
+    import wrapt
+
+    def after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            ledger.release_lines()
+
+    ledger.release_lines()
+    if hasattr(module, "configure_logging"):
+        wrapt.wrap_function_wrapper(module, "configure_logging", after)
+
+
+def _note_version(module: ModuleType) -> None:
+    ledger.describe_process(vllm_version=installed.live_release("vllm") or "unknown")
+
+
+def _notice_plugin_loading(module: ModuleType) -> None:
+    """Learn of engine starts where our own plugin is not called: filtered by VLLM_PLUGINS, or in a forked child."""
+    import wrapt
+
+    def after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        engine_starts("startup file")
+        return result
+
+    if hasattr(module, "load_general_plugins"):
+        wrapt.wrap_function_wrapper(module, "load_general_plugins", after)
+
+
+_loader: Loader | None = None
+_engine_pid = 0
