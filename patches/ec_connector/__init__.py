@@ -1,1 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Encoder cache connector: keeps multimodal encoder outputs in LMCache's storage, and never takes the engine down."""
+
+from __future__ import annotations
+
+from vllm_omni_patch.patches.ec_connector.flags import FLAGS
+
+from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
+
+_HOOKS = "vllm_omni_patch.patches.ec_connector.hooks"
+# Registered together with what makes a failed load harmless, or not at all.
+_GROUP = "connector"
+_ANY_CALL = (
+    Parameter("self"),
+    Parameter("args", ("var_positional",), optional=True),
+    Parameter("kwargs", ("var_keyword",), optional=True),
+)
+_MM_CONFIG = Contract(parameters=(Parameter("self"),), class_attributes=("model_config", "ec_transfer_config"))
+
+PATCH = Patch(
+    name="ec_connector",
+    summary="LMCacheECConnector: encoder outputs cached across requests, restarts and hosts.",
+    why=(
+        "Encoding an image again costs a request ten times and more what a cached one costs. vLLM has the hook "
+        "(--ec-transfer-config) and no connector for LMCache; LMCache's own engine never reads a disk or a server; and "
+        "in every release an entry that was promised and cannot be loaded ends the engine."
+    ),
+    scope=(
+        "Adds one name to ECConnectorFactory. Only when that name is chosen: encodes failed loads in the same step (V1 "
+        "and V2 model runner), begins a new epoch when weights are replaced, leaves enable_mm_embeds as the user set "
+        "it. With another connector, or none, every wrapper calls the original and does nothing else."
+    ),
+    fragility=(
+        "Binds scheduler_output.scheduled_encoder_inputs and the runner's requests (V1), or scheduled_encoder_inputs "
+        "and encoder_cache.mm_features (V2). A worker whose runner lacks the recovery refuses to start the connector."
+    ),
+    remove_when=(
+        "vLLM registers LMCacheECConnector itself and recovers from an encoder output that a connector promised and "
+        "could not load."
+    ),
+    effect="adds",
+    targets=(
+        Target(
+            module="vllm.distributed.ec_transfer.ec_connector.factory",
+            qualname="ECConnectorFactory",
+            install=f"{_HOOKS}:register",
+            verify=f"{_HOOKS}:registered",
+            group=_GROUP,
+            contract=Contract(
+                base_methods=("register_connector", "get_connector_class"), class_attributes=("_registry",)
+            ),
+            native=Native(strings=("LMCacheECConnector",), reason="vLLM registers the connector itself"),
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_model_runner",
+            qualname="GPUModelRunner._execute_mm_encoder",
+            install=f"{_HOOKS}:recover_v1",
+            group=_GROUP,
+            contract=Contract(
+                parameters=(Parameter("self"), Parameter("scheduler_output")),
+                base_methods=("_gather_mm_embeddings",),
+                class_attributes=("requests", "encoder_cache"),
+                module_attributes=("has_ec_transfer",),
+            ),
+        ),
+        Target(
+            module="vllm.v1.worker.gpu.mm.encoder_runner",
+            qualname="EncoderRunner.prepare_mm_inputs",
+            install=f"{_HOOKS}:recover_v2",
+            group=_GROUP,
+            optional=True,
+            contract=Contract(
+                parameters=(Parameter("self"), Parameter("scheduled_encoder_inputs")),
+                class_attributes=("encoder_cache",),
+            ),
+            note="the V2 runner takes part in encoder cache transfer from 0.28.0",
+        ),
+        Target(
+            module="vllm.v1.core.sched.scheduler",
+            qualname="Scheduler.reset_encoder_cache",
+            install=f"{_HOOKS}:new_epoch_in_scheduler",
+            optional=True,
+            contract=Contract(parameters=(Parameter("self"),), class_attributes=("ec_connector",)),
+            note="weights can be replaced without a restart from 0.17.0",
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname="Worker.reset_encoder_cache",
+            install=f"{_HOOKS}:new_epoch_in_worker",
+            optional=True,
+            contract=Contract(parameters=(Parameter("self"),)),
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname="Worker.reload_weights",
+            install=f"{_HOOKS}:new_epoch_in_worker",
+            optional=True,
+            contract=Contract(parameters=_ANY_CALL),
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname="Worker.update_weights",
+            install=f"{_HOOKS}:new_epoch_in_worker",
+            optional=True,
+            contract=Contract(parameters=(Parameter("self"), Parameter("update_info"))),
+        ),
+        Target(
+            module="vllm.config.vllm",
+            qualname="VllmConfig._resolve_mm_embedding_inputs",
+            install=f"{_HOOKS}:keep_mm_embeds",
+            optional=True,
+            contract=_MM_CONFIG,
+            note="from 0.30.0 a consumer accepts embeddings from clients without being asked to",
+        ),
+        Target(
+            module="vllm.config.vllm",
+            qualname="VllmConfig._resolve_allow_missing_mm_embeddings",
+            install=f"{_HOOKS}:keep_mm_embeds",
+            optional=True,
+            contract=_MM_CONFIG,
+            note="0.28 and 0.29 only: requests without data cannot be failed one by one",
+        ),
+        Target(
+            module="vllm.config.ec_transfer",
+            qualname="ECTransferConfig.__post_init__",
+            install=f"{_HOOKS}:explain_role",
+            optional=True,
+            contract=Contract(parameters=(Parameter("self"),), class_attributes=("ec_connector", "ec_role")),
+        ),
+    ),
+    flags=FLAGS,
+)

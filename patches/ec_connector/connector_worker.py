@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the connector: loads what was promised, says what must be encoded after all, stores the rest.
+
+Nothing here raises into a model step. Imports torch only inside functions, and not vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
+from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, is_precomputed
+
+from vllm_omni_patch import ledger
+
+if TYPE_CHECKING:
+    import torch
+
+_log = ledger.logger("ec")
+# Items of one step are noted when the encoder is about to run and asked for when its outputs are saved, so this many
+# is far above any step; it only bounds the memory of releases that never save (a consumer).
+_MAX_NOTED = 4096
+
+# Counts of the workers; what remains comes from the scheduler.
+WORKER_COUNTS = ("hits", "misses", "stored", "dropped", "fallbacks", "bytes_loaded", "bytes_stored", "load_seconds")
+SCHEDULER_COUNTS = ("lookups", "lookup_hits")
+
+Agree = Callable[[Sequence[bool]], list[bool]]
+
+
+@dataclass
+class Report:
+    """What a worker tells the scheduler after a step: counts since its last report."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def merged(self, other: Report) -> Report:
+        """Both reports as one. Ranks of one engine load and encode the same items, so counts are not added up."""
+        counts = {key: max(self.counts.get(key, 0.0), value) for key, value in other.counts.items()}
+        return Report({**self.counts, **counts})
+
+
+class WorkerSide:
+    """State of the connector in one worker; all calls come from the model thread.
+
+    Args:
+        engine: the store; ``get``, ``put``, ``discard`` and ``new_epoch`` are used.
+        keys: keys of items.
+        device: where loaded tensors go, as torch names it.
+        stores: whether this rank writes (a producer's first rank).
+        agree: turns this rank's success flags into those that all ranks hold. Every rank calls it in the same order,
+            once in each step whose plan has loads, with one flag per load: a rank that encodes alone would wait for
+            ever in the vision tower's collective.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        keys: ItemKeys,
+        *,
+        device: str,
+        stores: bool,
+        agree: Agree | None = None,
+    ) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._device = device
+        self._stores = stores
+        self._agree = agree
+        self._failed: list[Load] = []
+        self._noted: dict[str, str | None] = {}
+
+    def load(self, encoder_cache: MutableMapping[str, torch.Tensor], plan: StepPlan) -> None:
+        """vLLM's ``start_load_caches``: put this step's promised items into ``encoder_cache``, all ranks alike."""
+        self._failed = []
+        if not plan.loads:
+            return
+        tensors = [self._fetch(load, encoder_cache, plan.tensors) for load in plan.loads]
+        flags = [tensor is not None for tensor in tensors]
+        agreed = flags if self._agree is None else self._agree(flags)
+        for load, tensor, together in zip(plan.loads, tensors, agreed, strict=True):
+            if together and tensor is not None:
+                encoder_cache[load.identifier] = tensor
+                continue
+            # A tensor that this rank has and another one lacks must not stay either: every rank encodes.
+            encoder_cache.pop(load.identifier, None)
+            self._failed.append(load)
+            if tensor is None:
+                self._discard(load)
+
+    def _fetch(
+        self, load: Load, encoder_cache: Mapping[str, torch.Tensor], in_hand: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        try:
+            present = encoder_cache.get(load.identifier)
+            if present is not None and _fits(present, load):
+                return present
+            if load.identifier in in_hand:
+                tensor = in_hand[load.identifier].to(self._device)
+            elif load.key:
+                tensor = self._engine.get(load.key, self._device, load.rows)
+            else:
+                return None
+            return tensor if tensor is not None and _fits(tensor, load) else None
+        except Exception as error:
+            _log.warning("loading %.80r from the encoder cache failed (%r); it is encoded instead", load.key, error)
+            return None
+
+    def _discard(self, load: Load) -> None:
+        if not load.key:
+            return
+        try:
+            self._engine.discard(load.key)
+        except Exception as error:
+            _log.warning("dropping the bad entry %.80r failed: %r", load.key, error)
+
+    def take_failed(self) -> list[Load]:
+        """Promised items of this step that must be encoded; handed out once."""
+        taken, self._failed = self._failed, []
+        if taken:
+            self._engine.stats.fallback(len(taken))
+        return taken
+
+    def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:
+        """Note what the encoder is going to produce, because vLLM's ``save_caches`` names an identifier only.
+
+        ``items``: (request id, feature, the request's adapter or ``None``).
+        """
+        if not self._stores:
+            return
+        if len(self._noted) > _MAX_NOTED:
+            self._noted.clear()
+        for request_id, feature, lora_request in items:
+            refused = is_precomputed(feature)
+            self._noted[feature.identifier] = (
+                None if refused else self._keys.key(feature.identifier, request_id, lora_request)
+            )
+
+    def save(self, encoder_cache: Mapping[str, torch.Tensor], identifier: str) -> None:
+        """vLLM's ``save_caches``: store one output, unless it was computed by a client or has no lasting name."""
+        if not self._stores:
+            return
+        try:
+            # An item that was not noted came by a road that we did not see; what it is cannot be told, so it is not
+            # stored.
+            key = self._noted.pop(identifier, None)
+            tensor = encoder_cache.get(identifier)
+            if key is not None and tensor is not None:
+                self._engine.put(key, tensor)
+        except Exception as error:
+            _log.warning("storing %.80r in the encoder cache failed: %r", identifier, error)
+
+    def weights_changed(self) -> None:
+        """The weights are being replaced: what is stored from now on belongs to another epoch."""
+        self._engine.new_epoch()
+
+
+def _fits(tensor: torch.Tensor, load: Load) -> bool:
+    """Two-dimensional, with the rows that the request's placeholders take and the encoder's width where known.
+
+    Anything else would fail in the middle of a step, for every request in it.
+    """
+    if tensor.dim() != 2:
+        return False
+    rows, width = tensor.shape
+    return (load.rows is None or rows == load.rows) and (load.width is None or width == load.width)
+
+
+def agree_over(group: Any) -> Agree:
+    """Minimum of the success flags over a torch process group on the CPU (gloo)."""
+
+    def agree(flags: Sequence[bool]) -> list[bool]:
+        import torch
+        import torch.distributed as dist
+
+        shared = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
+        dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=group)
+        return [bool(flag) for flag in shared.tolist()]
+
+    return agree
+
+
+class Deltas:
+    """Differences between successive snapshots of an engine's counters."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._last: dict[str, Any] = dict.fromkeys(names, 0)
+
+    def take(self, snapshot: Any) -> dict[str, float]:
+        """What each counter has gained since the last call; only those that did."""
+        now = asdict(snapshot)
+        gained = {name: now[name] - self._last[name] for name in self._names if now[name] != self._last[name]}
+        self._last = {name: now[name] for name in self._names}
+        return gained

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installers: what this patch puts into vLLM, and how to take it out.
+
+Every wrapper first asks whether the connector in this process is ours. With another one, or none, it calls the
+original and does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_omni_patch.patches.ec_connector import recompute, refusals
+
+from vllm_omni_patch import ledger
+from vllm_omni_patch.patch import Hook, Undo
+
+_log = ledger.logger("ec")
+_MODULE = "vllm_omni_patch.patches.ec_connector.connector"
+
+
+def register(hook: Hook) -> Undo:
+    """Add the connector's name to ``ECConnectorFactory``; its module is imported when it is chosen.
+
+    Raises:
+        RuntimeError: the name is taken.
+    """
+    factory = hook.original
+    if refusals.NAME in factory._registry:
+        raise RuntimeError(f"{refusals.NAME} is registered already, by {factory._registry[refusals.NAME].__module__}")
+    factory.register_connector(refusals.NAME, _MODULE, refusals.NAME)
+    loader = factory._registry[refusals.NAME]
+
+    def undo() -> None:
+        if factory._registry.get(refusals.NAME) is loader:
+            del factory._registry[refusals.NAME]
+
+    return undo
+
+
+def registered(hook: Hook) -> bool:
+    """Whether the factory resolves the name."""
+    return refusals.NAME in hook.original._registry
+
+
+def recover_v1(hook: Hook) -> Undo:
+    """Encode failed loads in the V1 runner's ``_execute_mm_encoder``."""
+    return _recovery(hook, "v1", recompute.around_v1_encoder)
+
+
+def recover_v2(hook: Hook) -> Undo:
+    """Encode failed loads in the V2 runner's ``EncoderRunner.prepare_mm_inputs``."""
+    return _recovery(hook, "v2", recompute.around_v2_inputs)
+
+
+def _recovery(hook: Hook, runner: str, around: Callable[..., Any]) -> Undo:
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        connector = chosen()
+        if connector is None:
+            return wrapped(*args, **kwargs)
+        return around(connector, wrapped, instance, args, kwargs)
+
+    undo = hook.wrap(wrapper)
+    recompute.INSTALLED[runner] = hook.target.name
+
+    def undo_all() -> None:
+        recompute.INSTALLED.pop(runner, None)
+        undo()
+
+    return undo_all
+
+
+def new_epoch_in_scheduler(hook: Hook) -> Undo:
+    """``Scheduler.reset_encoder_cache``: entries of before are not offered again."""
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        _tell(getattr(instance, "ec_connector", None))
+        return wrapped(*args, **kwargs)
+
+    return hook.wrap(wrapper)
+
+
+def new_epoch_in_worker(hook: Hook) -> Undo:
+    """``reset_encoder_cache``, ``reload_weights`` and ``update_weights`` of the worker.
+
+    The epoch begins before the call, so that nothing encoded with new weights is stored under the old epoch, and again
+    after it, so that nothing encoded in between with old ones stays.
+    """
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        connector = chosen()
+        if connector is None:
+            return wrapped(*args, **kwargs)
+        _tell(connector)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            _tell(connector)
+
+    return hook.wrap(wrapper)
+
+
+def keep_mm_embeds(hook: Hook) -> Undo:
+    """Leave ``enable_mm_embeds`` as the user set it where the connector is a cache and not a transfer.
+
+    From 0.30 vLLM turns it on for every consumer, because in a disaggregated setup requests arrive with metadata
+    only. An ``ec_both`` instance gets its requests whole; there it would only let clients send tensors of any shape,
+    and one of a wrong shape ends the engine. An ``ec_consumer`` keeps vLLM's setting, except on 0.28 and 0.29, where
+    a connector cannot fail a single request: there requests without data are refused at the door.
+    """
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        settings = getattr(getattr(instance, "model_config", None), "multimodal_config", None)
+        if settings is None or not refusals.is_ours(instance):
+            return wrapped(*args, **kwargs)
+        before = settings.enable_mm_embeds
+        result = wrapped(*args, **kwargs)
+        if _is_kv_consumer(instance):
+            return result
+        if instance.ec_transfer_config.ec_role == "ec_both":
+            settings.enable_mm_embeds = before
+            settings.allow_missing_mm_embeddings = False
+        elif hook.attribute == "_resolve_allow_missing_mm_embeddings":
+            settings.allow_missing_mm_embeddings = False
+        return result
+
+    return hook.wrap(wrapper)
+
+
+def explain_role(hook: Hook) -> Undo:
+    """``ECTransferConfig.__post_init__``: name the release from which ``ec_both`` works, where vLLM refuses it."""
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return wrapped(*args, **kwargs)
+        except ValueError as error:
+            if instance.ec_connector == refusals.NAME and instance.ec_role == "ec_both":
+                import vllm
+
+                release = str(getattr(vllm, "__version__", ""))
+                raise ValueError(f"{error} {refusals.role_refusal(release)}") from error
+            raise
+
+    return hook.wrap(wrapper)
+
+
+def chosen() -> Any:
+    """The worker's connector in this process if it is ours, else ``None``."""
+    from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+
+    if not has_ec_transfer():
+        return None
+    connector = get_ec_transfer()
+    return connector if getattr(connector, "encodes_failed_loads", False) else None
+
+
+def _tell(connector: Any) -> None:
+    if not getattr(connector, "encodes_failed_loads", False):
+        return
+    try:
+        connector.weights_changed()
+    except Exception:
+        _log.exception("could not begin a new epoch of the encoder cache")
+        raise
+
+
+def _is_kv_consumer(vllm_config: Any) -> bool:
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return bool(getattr(transfer, "is_kv_consumer", False))

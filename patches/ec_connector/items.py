@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One multimodal item of a request, as the encoder cache sees it: key, row count, and whether it may be cached.
+
+Reads vLLM's ``Request`` and ``MultiModalFeatureSpec`` by attribute name, in any release; imports neither vLLM nor
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_patch.patches.ec_connector.identity import is_request_scoped, weights_identity
+
+# vLLM's modality for tensors that a client computed in the language model's own embedding space.
+_PROMPT_EMBEDS = "prompt_embeds"
+# A processed item with a key of this ending (``image_embeds``, ``audio_embeds``) was computed by the client.
+_PRECOMPUTED_ENDING = "_embeds"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One item that the worker is to load in this step.
+
+    ``identifier`` is vLLM's key in ``encoder_cache``; ``key`` the one in the store (the same, unless an adapter
+    changes the encoder). ``rows`` and ``width``: the tensor's shape where known. ``index`` counts the request's items.
+    """
+
+    request_id: str
+    index: int
+    identifier: str
+    key: str
+    rows: int | None = None
+    width: int | None = None
+
+
+def expected_rows(request: Any, index: int) -> int:
+    """Rows of the encoder output that vLLM will put in ``encoder_cache`` for item ``index`` of ``request``.
+
+    Up to 0.13 an output is stored scattered over the whole placeholder; from 0.14 only its embeddings are.
+    """
+    count = getattr(request, "get_num_encoder_embeds", None) or request.get_num_encoder_tokens
+    return int(count(index))
+
+
+def is_precomputed(feature: Any) -> bool:
+    """Whether a client sent this item as embeddings. Such a tensor is the user's own and is never persisted."""
+    if feature.modality == _PROMPT_EMBEDS:
+        return True
+    return feature.data is not None and any(str(key).endswith(_PRECOMPUTED_ENDING) for key in feature.data)
+
+
+def is_metadata_only(feature: Any) -> bool:
+    """Whether the item came without anything to encode: its embedding can only come from a cache."""
+    return feature.data is None
+
+
+class ItemKeys:
+    """Keys of items in the store, and which items have none.
+
+    With ``tower_lora`` (vLLM's ``enable_tower_connector_lora``) an adapter changes encoder outputs. vLLM then puts
+    the adapter's *name* before the identifier; the key adds what the adapter's files are, so that an adapter loaded
+    again from elsewhere under its old name is another one.
+    """
+
+    def __init__(self, tower_lora: bool = False) -> None:
+        self._tower_lora = tower_lora
+        self._adapters: dict[str, tuple[tuple[Any, ...], str]] = {}
+
+    def key(self, identifier: str, request_id: str | None, lora_request: Any = None) -> str | None:
+        """Key of the item, or ``None`` when it must be neither stored nor looked up."""
+        if is_request_scoped(identifier, request_id):
+            return None
+        if not self._tower_lora or lora_request is None:
+            return identifier
+        adapter = self._adapter(lora_request)
+        return f"{identifier}\x1f{adapter}" if adapter else None
+
+    def _adapter(self, lora_request: Any) -> str:
+        """Digest of an adapter's files; empty when they are not on this host."""
+        path = str(getattr(lora_request, "lora_path", None) or getattr(lora_request, "path", "") or "")
+        seen = _stamp(path)
+        known = self._adapters.get(path)
+        if known is None or known[0] != seen:
+            known = (seen, weights_identity(path, ""))
+            self._adapters[path] = known
+        return known[1]
+
+
+def _stamp(folder: str) -> tuple[Any, ...]:
+    """What changes when a file of ``folder`` is replaced: names, sizes and times."""
+    try:
+        with os.scandir(folder) as entries:
+            return tuple(sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries))
+    except OSError:
+        return ()
+
+
+def indices_in(scheduled: dict[str, list[int]]) -> Iterable[tuple[str, int]]:
+    """``(request id, item index)`` pairs of vLLM's ``scheduled_encoder_inputs``."""
+    for request_id, indices in scheduled.items():
+        for index in indices:
+            yield request_id, index
