@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import hashlib
 
-from vllm_omni_patch.source import FunctionNode, SourceView
+from vllm_omni_patch.scopes import FunctionNode
+from vllm_omni_patch.source import SourceView
 
 # ctx follows from the position; kind is the "u" of u"text"; type_comment is a comment.
 _IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores"})

@@ -146,5 +146,12 @@ RUN_DIR = Flag(
     "Folder through which the processes of one engine pass their metrics to the API server. Made by the first process "
     "and inherited by its children; set it only where they do not inherit the environment.",
 )
+CACHE_DIR = Flag(
+    "VLLM_OMNI_PATCH_CACHE_DIR",
+    "path",
+    "",
+    "Folder in which 'vllm-omni-patch matrix' keeps the source text of releases that it fetched. Unset: "
+    "vllm-omni-patch in the user's cache folder.",
+)
 
-CORE: tuple[Flag, ...] = (SWITCH, STRICT, UNLISTED, REPORT_DIR, RUN_DIR)
+CORE: tuple[Flag, ...] = (SWITCH, STRICT, UNLISTED, REPORT_DIR, RUN_DIR, CACHE_DIR)

@@ -8,18 +8,20 @@ because forks and rebuilt wheels carry a release's number too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.contract import check_live, fingerprint, native_live
+from vllm_omni_patch.contract import check, fingerprint, native
 from vllm_omni_patch.live import LiveView, source_text
+from vllm_omni_patch.matrix_text import markdown_table
 from vllm_omni_patch.patch import Patch, Target
 from vllm_omni_patch.table import Table, for_patch, load
-from vllm_omni_patch.views import Missing
+from vllm_omni_patch.views import Missing, View
 
-__all__ = ["Decision", "decide", "live_fingerprint", "load"]
+__all__ = ["Decision", "decide", "decide_view", "live_fingerprint", "load", "markdown_table"]
 
 
 @dataclass(frozen=True)
@@ -46,34 +48,47 @@ def decide(patch: Patch, target: Target, release: str | None, owner_module: Modu
     Raises:
         FlagError: ``VLLM_OMNI_PATCH_UNLISTED`` holds a value that it does not accept.
     """
+    view = LiveView(owner_module)
+    return decide_view(patch, target, release, view, lambda: live_fingerprint(owner_module, target.qualname))
+
+
+def decide_view(
+    patch: Patch, target: Target, release: str | None, view: View | None, digest: Callable[[], str]
+) -> Decision:
+    """:func:`decide` on any view of the target's module: imported, or only read. ``None``: there is no such module.
+
+    Args:
+        digest: gives the target's fingerprint, or an empty string; asked only where the release is not listed.
+
+    Raises:
+        FlagError: as :func:`decide`.
+    """
     unlisted = flags.read(flags.UNLISTED)
     table = for_patch(patch)
     described = f"{target.distribution} {release or 'of unknown version'}"
-    upstream = native_live(target.native, owner_module, target.qualname)
+    upstream = native(target.native, view, target.qualname) if target.native and view else ""
     if upstream:
         return Decision("native", False, f"{described}: {upstream}; the patch stands aside")
-    # Rows that a person wrote are for people: numbers of a distribution that cannot be fetched prove nothing about the
-    # code that is here, so the imported object alone is asked.
-    row = None if target.evidence == "documented" else table.row(patch.name, target.name, release)
+    row = table.row(patch.name, target.name, release)
     if row is not None and row.verdict in ("absent", "drifted"):
         return Decision(row.verdict, False, f"{described}: {row.reason}", _loudness(target, row.verdict))
+    # On a release where it belongs, a missing name is a changed build, not an older one.
+    gone: Literal["absent", "drifted"] = "absent" if row is None else "drifted"
+    if view is None:
+        return Decision(gone, False, f"{described}: there is no module {target.module}", _loudness(target, gone))
     try:
-        LiveView(owner_module).find(target.qualname)
+        view.find(target.qualname)
     except Missing as missing:
-        # On a release where it belongs, a missing name is a changed build, not an older one.
-        verdict: Literal["absent", "drifted"] = "absent" if row is None else "drifted"
-        return Decision(verdict, False, f"{described}: {missing}", _loudness(target, verdict))
-    problems = check_live(target.contract, owner_module, target.qualname)
+        return Decision(gone, False, f"{described}: {missing}", _loudness(target, gone))
+    problems = check(target.contract, view, target.qualname)
     if problems:
         return Decision("drifted", False, f"{described}: {'; '.join(problems)}", "warning")
-    if target.evidence == "documented" and unlisted != "skip":
-        return Decision("applies", True, f"{described}: documented only; the live object fits")
     if row is None:
-        return _decide_unlisted(patch, target, described, owner_module, table, unlisted)
+        return _decide_unlisted(patch, target, described, digest(), table, unlisted)
     if row.verdict == "native":
         reason = f"{described}: listed as having it ({row.reason}), but this build shows no sign of it"
         return Decision("drifted", False, reason, "warning")
-    return Decision("applies", True, f"{described}: listed, and the live object fits")
+    return Decision("applies", True, f"{described}: listed, and the contract holds")
 
 
 def _loudness(target: Target, verdict: str) -> Literal["info", "warning"]:
@@ -81,9 +96,9 @@ def _loudness(target: Target, verdict: str) -> Literal["info", "warning"]:
 
 
 def _decide_unlisted(
-    patch: Patch, target: Target, described: str, module: ModuleType, table: Table, unlisted: str
+    patch: Patch, target: Target, described: str, digest: str, table: Table, unlisted: str
 ) -> Decision:
-    like = table.same_code(patch.name, target.name, live_fingerprint(module, target.qualname))
+    like = table.same_code(patch.name, target.name, digest)
     if like is not None:
         reason = f"{described} is not listed; the target's code is that of {like.release}, so it is judged as that"
         return Decision("applies", True, reason, "info", like.release)
@@ -93,7 +108,7 @@ def _decide_unlisted(
     if table.error:
         said = f"{described} cannot be looked up: {table.error}"
     if unlisted == "apply":
-        reason = f"{said}; applied because {flags.UNLISTED.name}=apply is set and the live object fits the contract"
+        reason = f"{said}; applied because {flags.UNLISTED.name}=apply is set and the contract holds"
         return Decision("unlisted", True, reason, "warning")
     if unlisted == "skip":
         return Decision("unlisted", False, f"{said}; skipped, as {flags.UNLISTED.name}=skip asks")

@@ -1,0 +1,8 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-omni-patch matrix`` from a checkout: judges the patches' targets on releases, and writes ``matrix.json``."""
+
+from vllm_omni_patch.matrix_cli import main
+
+if __name__ == "__main__":
+    main()
