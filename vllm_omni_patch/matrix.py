@@ -69,7 +69,9 @@ def decide_view(
     upstream = native(target.native, view, target.qualname) if target.native and view else ""
     if upstream:
         return Decision("native", False, f"{described}: {upstream}; the patch stands aside")
-    row = table.row(patch.name, target.name, release)
+    # Rows that a person wrote are for people: numbers of a distribution that cannot be fetched prove nothing about the
+    # code that is here (packages of its name on public indexes are empty), so the code alone is asked.
+    row = None if target.evidence == "documented" else table.row(patch.name, target.name, release)
     if row is not None and row.verdict in ("absent", "drifted"):
         return Decision(row.verdict, False, f"{described}: {row.reason}", _loudness(target, row.verdict))
     # On a release where it belongs, a missing name is a changed build, not an older one.
@@ -83,6 +85,8 @@ def decide_view(
     problems = check(target.contract, view, target.qualname)
     if problems:
         return Decision("drifted", False, f"{described}: {'; '.join(problems)}", "warning")
+    if target.evidence == "documented" and unlisted != "skip":
+        return Decision("applies", True, f"{described}: no release of it can be checked; the code here fits")
     if row is None:
         return _decide_unlisted(patch, target, described, digest(), table, unlisted)
     if row.verdict == "native":
