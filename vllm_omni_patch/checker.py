@@ -90,15 +90,15 @@ def documented(question: Question) -> list[Row]:
 def tell_gone(rows: Sequence[Row], target: Target) -> list[Row]:
     """``rows`` of one target, oldest first, with a target that was there and is not any more told apart.
 
-    One that every release must have has drifted then; an ``optional`` one is absent, with a reason that says when it
-    went.
+    One that every release must have has drifted then; an ``optional`` one is absent, with a reason that says where
+    it was last.
     """
     last: Row | None = None
     told = []
     for row in rows:
         if row.verdict == "absent" and last is not None:
             verdict: Verdict = "absent" if target.optional else "drifted"
-            row = replace(row, verdict=verdict, reason=f"gone since {last.release}: {row.reason}")
+            row = replace(row, verdict=verdict, reason=f"last in {last.release}; {row.reason}")
         elif row.verdict != "absent":
             last = row
         told.append(row)

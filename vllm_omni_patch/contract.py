@@ -78,8 +78,11 @@ def _check_parameters(contract: Contract, found: Found, qualname: str) -> list[s
         what = "a property" if found.kind == "property" else "not a plain function or class"
         return [f"{qualname} is {what}, and the contract asks for parameters"]
     seen = {parameter.name: parameter for parameter in found.parameters}
-    problems = [_check_parameter(wanted, seen.get(wanted.name), qualname) for wanted in contract.parameters]
-    named = {wanted.name for wanted in contract.parameters}
+    # What a method is bound to is no parameter of it; a contract that names it all the same means no harm.
+    bound = ("self", "cls") if found.definer or found.kind == "class" else ()
+    asked = [wanted for wanted in contract.parameters if wanted.name not in bound]
+    problems = [_check_parameter(wanted, seen.get(wanted.name), qualname) for wanted in asked]
+    named = {wanted.name for wanted in asked}
     for parameter in found.parameters:
         if parameter.required and parameter.name not in named:
             problems.append(f"{qualname} has a further required parameter {parameter.name}")

@@ -107,10 +107,13 @@ def _decide_unlisted(
         reason = f"{described} is not listed; the target's code is that of {like.release}, so it is judged as that"
         return Decision("applies", True, reason, "info", like.release)
     newest = table.newest(patch.name, target.name)
-    last = f"the last listed release is {newest.release}" if newest else "the matrix lists no release for this target"
-    said = f"{described} is not listed and its code is that of no listed release ({last})"
     if table.error:
         said = f"{described} cannot be looked up: {table.error}"
+    elif newest is None:
+        said = f"{described}: the matrix has no row for this target; 'vllm-omni-patch matrix --update' makes them"
+    else:
+        last = f"the last listed release is {newest.release}"
+        said = f"{described} is not listed and its code is that of no listed release ({last})"
     if unlisted == "apply":
         reason = f"{said}; applied because {flags.UNLISTED.name}=apply is set and the contract holds"
         return Decision("unlisted", True, reason, "warning")

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_omni_patch import discover, flags, table
+from vllm_omni_patch import discover, flags, installed, matrix_print, table
 from vllm_omni_patch.assess import Assessment, assess, assess_release, is_listed, without_effect
 from vllm_omni_patch.checker import Question, rebuild
 from vllm_omni_patch.matrix_text import markdown_table, plain_spans
@@ -132,17 +132,12 @@ def _judge_environment(found: Sequence[discover.Found], patches: Sequence[Patch]
         return opened[target.distribution]
 
     assessed = assess(asked, open_release)
-    if open_release_of_vllm(opened) is None:
+    if installed.find("vllm") is None:
         raise Stop(
             "no vLLM is installed in this environment, under any distribution name; name a --release or --source."
         )
-    _print(assessed, format)
+    matrix_print.assessments(assessed, format.value)
     return 2 if broken else _status(assessed)
-
-
-def open_release_of_vllm(opened: dict[str, Release | None]) -> Release | None:
-    """The installed vLLM, which every patch needs even where none of its own targets is in it."""
-    return opened["vllm"] if "vllm" in opened else open_installed("vllm")
 
 
 def _status(assessed: Sequence[Assessment]) -> int:
@@ -190,7 +185,7 @@ def _judge_releases(
     for distribution, number in specs:
         if (distribution, number) not in told:
             raise Stop(f"nothing is known of {distribution} {number}: it cannot be fetched, and no patch describes it.")
-    _print([*assessed, *documented], format)
+    matrix_print.assessments([*assessed, *documented], format.value)
     return 1 if any(one.faulty for one in assessed) else 0
 
 
@@ -301,82 +296,8 @@ def _print_table(patches: Sequence[Patch], format: Format) -> int:
     for patch, target in dict.fromkeys((row.patch, row.target) for row in rows):
         for releases, verdict, reason in plain_spans(held, patch, target):
             lines.append((patch, target, releases, verdict, reason))
-    _grid(("patch", "target", "releases", "verdict", "reason"), lines)
+    matrix_print.grid(("patch", "target", "releases", "verdict", "reason"), lines)
     return 0
-
-
-# -- printing
-
-
-def _print(assessed: Sequence[Assessment], format: Format) -> None:
-    if format is Format.json:
-        print(json.dumps([one.as_json() for one in assessed], indent=1))
-        return
-    headings = ("patch", "target", "release", "verdict", "contract", "evidence", "what happens", "why")
-    lines = [
-        (
-            one.row.patch,
-            one.row.target,
-            f"{one.row.distribution} {one.row.release}".strip(),
-            one.row.verdict,
-            one.row.contract,
-            one.row.evidence,
-            one.action,
-            one.why,
-        )
-        for one in assessed
-    ]
-    if format is Format.markdown:
-        print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
-        for line in lines:
-            print(f"| {' | '.join(cell.replace('|', '¦') for cell in line)} |")
-    else:
-        _grid(headings, lines)
-    _print_upgrade(assessed, format)
-
-
-def _print_upgrade(assessed: Sequence[Assessment], format: Format) -> None:
-    changes = [one for one in assessed if one.change is not None]
-    ways = dict.fromkeys((o.row.distribution, o.change.before.release, o.row.release) for o in changes if o.change)
-    for distribution, before, after in ways:
-        title = f"Upgrade of {distribution} from {before} to {after}"
-        print(f"\n## {title}\n" if format is Format.markdown else f"\n{title}")
-        mark = "- " if format is Format.markdown else "  "
-        for one in changes:
-            change = one.change
-            if change is None or (one.row.distribution, change.before.release, one.row.release) != (
-                distribution,
-                before,
-                after,
-            ):
-                continue
-            said = {"yes": "MATTERS", "no": "does not matter", "better": "better"}[change.matters]
-            print(f"{mark}{one.row.patch} {one.row.target}: {said}: {change.why}")
-            for line in change.details:
-                print(f"{'  - ' if format is Format.markdown else '      '}{line}")
-
-
-def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table as Grid
-
-    console = Console()
-    if not console.is_terminal:
-        # In a file or a pipe nothing is gained by folding at 80 columns.
-        console = Console(width=max(console.width, 200))
-    grid = Grid(*headings, box=None, pad_edge=False, header_style="bold")
-    for column in grid.columns:
-        column.overflow = "fold"
-    colours = {"applied": "green", "applies": "green", "skipped": "red", "drifted": "red", "broken": "red"}
-    for line in lines:
-        grid.add_row(*(f"[{colours[cell]}]{cell}[/]" if cell in colours else _plain(cell) for cell in line))
-    console.print(grid)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def main() -> None:

@@ -36,7 +36,8 @@ class Contract:
     """What a target must look like for its hook to be right; checked on a live object or on source text.
 
     ``parameters``: what the callable must accept. A further parameter with a default, ``*args`` or ``**kwargs`` is
-    fine; a further *required* one breaks the contract. ``None``: parameters are not looked at (a class, say).
+    fine; a further *required* one breaks the contract. A method's ``self`` or ``cls`` does not count, named or not;
+    for a class it is the constructor's parameters. ``None``: parameters are not looked at.
     ``base_methods``: methods that the target class, or the class that owns the target, defines itself or inherits
     from a class of the same module. ``class_attributes``: names assigned in that class's body or on ``self`` in its
     methods. ``module_attributes``: names that the target's module defines or imports.
