@@ -39,7 +39,7 @@ _made_by = 0
 _serves = False
 
 
-def set_gauge(name: str, help: str, value: float, **labels: object) -> None:
+def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
     """Set gauge ``vllm_omni_patch_<name>`` to ``value``."""
     with _lock:
         _families[name] = ("gauge", help)
@@ -47,7 +47,7 @@ def set_gauge(name: str, help: str, value: float, **labels: object) -> None:
     changed()
 
 
-def add(name: str, help: str, amount: float = 1, **labels: object) -> None:
+def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
     """Add ``amount`` (>= 0) to counter ``vllm_omni_patch_<name>``; the name ends in ``_total``."""
     with _lock:
         _families[name] = ("counter", help)

@@ -111,13 +111,18 @@ class Observer:
         self._stopped = False
 
     def install(self, cache_class: type) -> Callable[[], None]:
-        """Follow ``cache_class``; returns the undo, after which the class is as it was.
+        """Follow ``cache_class``; returns the undo, after which the class behaves as before.
 
         Raises:
-            RuntimeError: the class, or one of its subclasses, makes or ends its instances in its own way.
+            RuntimeError: the class makes or ends its instances in its own way, or is followed already.
         """
         for name in ("__new__", "__del__"):
-            if any(name in vars(base) for base in cache_class.__mro__[:-1]):
+            for own in [vars(base)[name] for base in cache_class.__mro__[:-1] if name in vars(base)]:
+                function = getattr(own, "__func__", own)
+                if function is _plain_new:
+                    continue
+                if getattr(function, "__module__", "") == __name__:
+                    raise RuntimeError(f"{cache_class.__name__} is followed already")
                 raise RuntimeError(f"{cache_class.__name__} has its own {name}; its instances cannot be followed")
         observer = self
         # torch is there: cache_utils imports it. While torch.compile traces, the branch below is a constant, so a
@@ -301,6 +306,8 @@ class Observer:
         """Start the measuring thread, once per process; a forked child's first cache starts the child's own."""
         if self._thread_of == os.getpid():
             return
+        if self._thread_of is not None:
+            self._busy = threading.Lock()  # the parent's thread may have held the old one at the fork
         self._thread_of = os.getpid()
         if self.interval > 0:
             threading.Thread(target=self._run, name="vllm-omni-patch-observe-kv", daemon=True).start()

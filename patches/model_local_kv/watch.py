@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import time
 import traceback
@@ -48,6 +49,10 @@ class Watch:
     def observing(self) -> bool:
         """Whether caches are followed in this process."""
         return self._observer is not None
+
+    def after_fork(self) -> None:
+        """In a child: the parent's thread does not exist here and may have held the lock."""
+        self._lock = threading.RLock()
 
     def loads(self) -> list[report.Load]:
         """The loads whose runner is alive."""
@@ -213,6 +218,9 @@ def _content(load: report.Load) -> tuple[Any, ...]:
 
 WATCH = Watch()
 """This process's."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: WATCH.after_fork())
 
 
 def refresh() -> dict[str, Any]:
