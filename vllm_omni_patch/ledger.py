@@ -54,6 +54,7 @@ class Entry:
 
 
 _lock = threading.RLock()
+_started = time.time()
 _entries: dict[tuple[str, str], Entry] = {}
 _facts: dict[str, Any] = {}
 _process: dict[str, Any] = {}
@@ -171,8 +172,9 @@ def snapshot() -> dict[str, Any]:
         "host": platform.node(),
         "role": role(),
         "command": _command(),
+        "started": _started,
         "time": time.time(),
-        "process": about,
+        "process": {**about, "run": os.path.basename(os.environ.get(flags.RUN_DIR.name, "").rstrip("/"))},
         "entries": rows,
     }
 
@@ -237,8 +239,8 @@ def write_json(path: str, payload: Any) -> None:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.RLock()
+    global _lock, _started
+    _lock, _started = threading.RLock(), time.time()
 
 
 os.register_at_fork(after_in_child=_after_fork)
