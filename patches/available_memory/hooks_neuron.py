@@ -43,11 +43,7 @@ def install(hook: Hook) -> Undo:
             f"{hook.target.name} has {CONTIGUOUS_METHOD} but not {FREE_BYTES_METHOD}, so its block-KV branch cannot "
             "be told from the contiguous one"
         )
-    if getattr(vars(hook.owner).get(hook.attribute), "_self_neuron_budget", False):
-        raise RuntimeError(f"{hook.target.name} already has this budget")
-    undo = hook.wrap(_determine_available_memory)
-    vars(hook.owner)[hook.attribute]._self_neuron_budget = True
-    return undo
+    return hook.wrap(_determine_available_memory)
 
 
 def _determine_available_memory(

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision of one Neuron worker: mode, settings, policy, and the agreement of compile host and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from vllm_omni_patch.patches.available_memory import calibrate  # noqa: E402
+from vllm_omni_patch.patches.available_memory.budget import GIB, BelowMinimumError  # noqa: E402
+from vllm_omni_patch.patches.available_memory.neuron import (  # noqa: E402
+    WorkerView,
+    decide,
+    read_settings,
+    usable_stats,
+)
+
+MIB = 1 << 20
+CAP = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"
+MINIMUM = "VLLM_NEURON_MIN_KV_BUDGET_GIB"
+COMPILE = {"VLLM_NEURON_CPU_COMPILE": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+
+
+def model(bytes_: int, device: str = "meta") -> torch.nn.Module:
+    """A module with one parameter of that many bytes; on ``meta`` it takes none."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.empty(bytes_, dtype=torch.uint8, device=device), requires_grad=False)
+    return module
+
+
+def view(used: float = 10, gmu: float = 0.9, **more: Any) -> WorkerView:
+    return WorkerView(gpu_memory_utilization=gmu, model=model(int(used * GIB)), **more)
+
+
+def stats(used: float, free: float) -> Callable[[], tuple[int, int]]:
+    return lambda: (int(used * GIB), int(free * GIB))
+
+
+def no_runtime() -> tuple[int, int]:
+    raise RuntimeError("the runtime was asked")
+
+
+TRN2 = stats(11, 13)  # the runtime always holds more than the model
+
+
+def by_name(result: Any) -> dict[str, Any]:
+    return {item.name: item for item in result.inputs}
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "accepted"),
+    [
+        *((CAP, value, r"\(0, 1\]") for value in ("0", "-0.1", "1.5", "inf", "nan", "abc", "1e400")),
+        *((MINIMUM, value, "finite number of GiB") for value in ("nan", "inf", "-inf", "one")),
+        ("VLLM_NEURON_CPU_COMPILE", "maybe", "true"),
+        ("VLLM_NEURON_CPU_COMPILE", "2", "true"),
+        ("VLLM_NEURON_CPU_MODE", "2", "true"),
+        *(("NEURON_LOGICAL_NC_CONFIG", value, "1 or 2") for value in ("0", "3", "1.0", "x", "nan")),
+        ("NEURON_RT_VIRTUAL_CORE_SIZE", "4", "1 or 2"),
+        ("VLLM_OMNI_PATCH_NEURON_POLICY", "best", "cap, need, headroom"),
+        *(("VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB", value, "finite number >= 0") for value in ("-1", "nan", "inf", "x")),
+        ("VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE", "some", "true"),
+        ("VLLM_OMNI_PATCH_NEURON_USED_BYTES", "guess", "auto, model, runtime"),
+        ("VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE", "half", "true"),
+        *(("VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS", value, "whole number >= 1") for value in ("0", "1.5", "x")),
+    ],
+)
+def test_a_bad_value_names_variable_value_and_range(name: str, bad: str, accepted: str) -> None:
+    for kind in (RuntimeError, ValueError):  # callers of the worker expect the one, upstream raises the other
+        with pytest.raises(kind, match=accepted) as caught:
+            decide(view(), TRN2, {name: bad})
+        assert name in str(caught.value) and repr(bad) in str(caught.value)
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_empty_is_unset(blank: str) -> None:
+    from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS
+
+    environ = {flag.name: blank for flag in NEURON_FLAGS}
+    assert read_settings(environ) == read_settings({})
+    assert decide(view(), TRN2, environ).available == 6_957_847_019
+
+
+def test_modes_exclude_each_other() -> None:
+    with pytest.raises(RuntimeError, match="exclude each other"):
+        decide(view(), TRN2, {**COMPILE, "VLLM_NEURON_CPU_MODE": "1"})
+
+
+def test_the_older_name_of_lnc_counts_where_the_newer_is_unset() -> None:
+    assert read_settings({"NEURON_RT_VIRTUAL_CORE_SIZE": "1"}).lnc == 1
+    assert read_settings({"NEURON_RT_VIRTUAL_CORE_SIZE": "1", "NEURON_LOGICAL_NC_CONFIG": "2"}).lnc == 2
+
+
+# -- order of the flow
+
+
+def test_the_compile_host_asks_no_runtime_and_no_host(tmp_path: Path) -> None:
+    # An empty tree: reading host memory there would be an error (B29: compiling needs no RAM for KV).
+    assert decide(view(), no_runtime, COMPILE, tmp_path).available == 6_957_847_019
+
+
+def test_cpu_mode_asks_no_runtime(tmp_path: Path) -> None:
+    host(tmp_path, 256)
+    assert decide(view(), no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}, tmp_path).policy == "cpu"
+
+
+def test_the_device_asks_the_runtime() -> None:
+    with pytest.raises(RuntimeError, match="the runtime was asked"):
+        decide(view(), no_runtime, {})
+
+
+def test_a_compile_host_without_a_target_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="NEURON_PLATFORM_TARGET_OVERRIDE is not set"):
+        decide(view(), no_runtime, {"VLLM_NEURON_CPU_COMPILE": "1"})
+
+
+# -- runtime figures (rows 26 and 27)
+
+
+@pytest.mark.parametrize("pair", [(-1, -1), (10 * GIB, 0), (-1, 5), (0, 0), (5, -1), None, (1,), ("a", "b"), 7])
+def test_unusable_figures_raise(pair: Any) -> None:
+    with pytest.raises(RuntimeError, match="memory figures are unusable"):
+        decide(view(), lambda: pair, {})
+
+
+def test_nothing_in_use_is_usable() -> None:
+    assert usable_stats((0, 24 * GIB)) == (0, 24 * GIB)
+
+
+# -- every row of the worked examples through the whole decision, on both sides
+
+ROWS = [
+    (1, 10, 0.9, {}, 6_957_847_019),
+    (2, 13.5, 0.9, {}, 6_957_847_019),
+    (3, 18.12, 0.9, {}, 3_736_621_548),
+    (4, 10, 0.92, {}, 7_112_465_841),
+    (5, 10, 1.0, {}, 7_730_941_132),
+    (6, 10, 0.9, {CAP: "1.0"}, 12_455_405_158),
+    (6, 10, 0.9, {CAP: "1"}, 12_455_405_158),
+    (7, 18.12, 0.9, {CAP: "0.05"}, 1_159_641_169),
+    (8, 18.12, 0.9, {CAP: "0.08"}, 1_855_425_871),
+    (9, 10, 0.9, {CAP: "0.046"}, BelowMinimumError),
+    (10, 10, 0.9, {CAP: "0.0463"}, 1_073_827_723),
+    (11, 10, 0.65, {CAP: "0.15"}, 2_512_555_868),
+    (12, 8, 0.9, {CAP: "0.35"}, 8_117_488_189),
+    (13, 8, 0.95, {CAP: "0.48"}, 11_751_030_521),
+    (14, 21.79, 0.8, {}, BelowMinimumError),
+    (15, 21.79, 0.8, {MINIMUM: "0"}, 0),
+    (18, 10, 0.9, {CAP: "0"}, RuntimeError),
+    (19, 10, 0.9, {CAP: "-0.1"}, RuntimeError),
+    (20, 10, 0.9, {CAP: "1.5"}, RuntimeError),
+    (20, 10, 0.9, {CAP: "inf"}, RuntimeError),
+    (21, 10, 0.9, {CAP: "abc"}, RuntimeError),
+    (21, 10, 0.9, {CAP: ""}, 6_957_847_019),
+    (22, 10, 0.9, {CAP: "nan"}, RuntimeError),
+    (23, 10, 0.9, {CAP: "0.01", MINIMUM: "0"}, 231_928_233),
+    (23, 10, 0.9, {CAP: "0.01", MINIMUM: "-5"}, 231_928_233),
+    (23, 10, 0.9, {CAP: "0.01", MINIMUM: "nan"}, RuntimeError),
+    (24, 10, 0.9, {MINIMUM: "inf"}, RuntimeError),
+    (25, 10, 0.9, {CAP: "0.03", MINIMUM: "0.5"}, 695_784_701),
+    (28, 10, float("nan"), {}, ValueError),
+    (29, 0, 0.05, {CAP: "1", "VLLM_OMNI_PATCH_NEURON_USED_BYTES": "model"}, 1_288_490_188),
+    (31, 10, 0.9, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}, 10_436_770_529),
+    (32, 10, 0.9, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn1"}, 4_638_564_679),
+    (33, 5, 0.9, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 6_957_847_019),
+    (
+        34,
+        5,
+        0.9,
+        {"NEURON_LOGICAL_NC_CONFIG": "1", "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE": "1"},
+        3_478_923_509,
+    ),
+    (
+        35,
+        18.12,
+        0.9,
+        {
+            "VLLM_OMNI_PATCH_NEURON_POLICY": "headroom",
+            "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "5",
+            MINIMUM: "0",
+        },
+        24 * GIB - int(18.12 * GIB) - 5 * GIB,
+    ),
+    (
+        35,
+        18.12,
+        0.9,
+        {"VLLM_OMNI_PATCH_NEURON_POLICY": "headroom", "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "0"},
+        24 * GIB - int(18.12 * GIB),
+    ),
+]
+CORE_GIB = {"trn1": 16, "trn2": 24, "trn3": 36}
+
+
+@pytest.mark.parametrize(("row", "used", "gmu", "environ", "expected"), ROWS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("short", [0, 3 * MIB], ids=("at the table", "short by 3 MiB"))
+def test_compile_host_and_device_agree(
+    row: int, used: float, gmu: float, environ: dict[str, str], expected: Any, short: int
+) -> None:
+    """The same bytes, hence the same blocks (rows 38 to 40), or the same error before anything is compiled."""
+    target = environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    total = CORE_GIB[target] * GIB - short
+    resident = int(used * GIB) + 100 * MIB
+
+    def on_device() -> int:
+        return decide(view(used, gmu), lambda: (resident, total - resident), environ).available
+
+    def on_compile_host() -> int:
+        return decide(view(used, gmu), no_runtime, {**COMPILE, **environ}).available
+
+    if isinstance(expected, int):
+        assert on_device() == on_compile_host() == expected
+        for block in (1, 2, 4.5):
+            assert on_device() // int(block * MIB) == on_compile_host() // int(block * MIB)
+        return
+    texts = []
+    for side in (on_device, on_compile_host):
+        with pytest.raises(expected) as caught:
+            side()
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_a_device_far_from_the_table_is_told_loudly() -> None:
+    # Used and free make 23.7 GiB: compiled for 3317 blocks of 2 MiB, served with 3276.
+    compiled = decide(view(6), no_runtime, COMPILE)
+    served = decide(view(6), stats(7.2, 16.5), {})
+    assert compiled.available // (2 * MIB) == 3317
+    assert served.available // (2 * MIB) == 3276
+    assert any("block count" in line for line in served.warnings)
+    assert not compiled.warnings
+
+
+@given(
+    used=st.integers(1, 24 * GIB),
+    gmu=st.floats(0.01, 1),
+    cap=st.floats(0.01, 1),
+    off=st.integers(-64 * MIB, 64 * MIB),
+    extra=st.integers(0, 512 * MIB),
+)
+@settings(max_examples=150, deadline=None)
+def test_agreement_holds_for_every_input(used: int, gmu: float, cap: float, off: int, extra: int) -> None:
+    environ = {CAP: repr(cap), MINIMUM: "0"}
+    worker = WorkerView(gpu_memory_utilization=gmu, model=model(used))
+    resident = min(used + extra, 24 * GIB + off - 1)
+    device = decide(worker, lambda: (resident, 24 * GIB + off - resident), environ)
+    compiled = decide(worker, no_runtime, {**COMPILE, **environ})
+    assert device.available == compiled.available
+    assert 0 <= device.available <= 24 * GIB
+
+
+# -- bytes in use
+
+
+def test_used_is_the_models_not_the_runtimes() -> None:
+    for resident in (10.0, 10.5, 14.0):
+        assert decide(view(18.12), stats(resident + 8.12, 24 - resident - 8.12), {}).available == 3_736_621_548
+
+
+def test_the_runtimes_figure_is_reported_all_the_same() -> None:
+    inputs = by_name(decide(view(), TRN2, {}))
+    assert (inputs["runtime_used"].value, inputs["runtime_used"].state) == (11 * GIB, "measured")
+    assert (inputs["weights"].value, inputs["device_total"].value) == (10 * GIB, 24 * GIB)
+    assert "sum over tensors" in inputs["weights"].source
+
+
+def test_an_empty_host_model_is_not_zero_bytes_in_use() -> None:
+    wrapper = torch.nn.Module()
+    wrapper.register_buffer("rope", torch.zeros(10))
+    result = decide(WorkerView(0.9, wrapper), stats(18.12, 5.88), {})
+    assert result.available == 3_736_621_548
+    weights = by_name(result)["weights"]
+    assert weights.value == int(18.12 * GIB) and "NxD Inference" in weights.source
+
+
+def test_an_empty_host_model_cannot_be_compiled_for() -> None:
+    with pytest.raises(RuntimeError, match="no parameters"):
+        decide(WorkerView(0.9, torch.nn.Module()), no_runtime, COMPILE)
+    with pytest.raises(RuntimeError, match="no parameters"):
+        decide(WorkerView(0.9, object()), no_runtime, COMPILE)
+
+
+def test_a_large_gap_between_runtime_and_model_is_told() -> None:
+    result = decide(view(1.63), stats(7.06, 16.94), {})
+    assert any("VLLM_OMNI_PATCH_NEURON_USED_BYTES=runtime" in line for line in result.warnings)
+    assert not decide(view(10), stats(10.9, 13.1), {}).warnings
+
+
+def test_used_bytes_can_be_chosen() -> None:
+    name = "VLLM_OMNI_PATCH_NEURON_USED_BYTES"
+    assert decide(view(1), stats(18.12, 5.88), {name: "runtime"}).available == 3_736_621_548
+    assert decide(view(18.12), stats(20, 4), {name: "model"}).available == 3_736_621_548
+    with pytest.raises(RuntimeError, match="needs a device"):
+        decide(view(1), no_runtime, {**COMPILE, name: "runtime"})
+    with pytest.raises(RuntimeError, match="has no parameters"):
+        decide(WorkerView(0.9, object()), TRN2, {name: "model"})
+
+
+def test_unique_storage_is_a_switch_and_recorded() -> None:
+    twice = model(9 * GIB)
+    twice.again = torch.nn.Parameter(twice.weight.detach(), requires_grad=False)
+    switch = {"VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE": "1"}
+    summed, unique = decide(WorkerView(0.9, twice), stats(20, 4), {}), decide(WorkerView(0.9, twice), TRN2, switch)
+    assert by_name(summed)["weights"].value == 18 * GIB
+    assert by_name(unique)["weights"].value == 9 * GIB
+    assert "each storage once" in by_name(unique)["weights"].source
+    compiled = decide(WorkerView(0.9, twice), no_runtime, {**COMPILE, **switch})
+    assert compiled.available == unique.available
+
+
+def test_a_drafter_counts() -> None:
+    result = decide(view(10, drafter=model(8 * GIB)), stats(19, 5), {})
+    assert by_name(result)["weights"].value == 18 * GIB
+
+
+# -- explicit sizes
+
+
+def test_explicit_bytes_win_over_everything() -> None:
+    # Scenario S8: an explicit 4 GiB stays 4 GiB; nothing is asked, not even a bad setting.
+    result = decide(view(23, kv_cache_memory_bytes=4 * GIB), no_runtime, {CAP: "nan"})
+    assert (result.available, result.policy) == (4 * GIB, "explicit")
+
+
+def test_explicit_blocks_are_not_stopped_by_cap_or_minimum(tmp_path: Path) -> None:
+    worker = view(23.5, num_gpu_blocks_override=256)
+    assert decide(worker, stats(23.5, 0.5), {}).available == GIB // 2
+    assert decide(worker, no_runtime, COMPILE).available == 24 * GIB
+    host(tmp_path, 64)
+    assert decide(worker, no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}, tmp_path).available == 64 * GIB
+    # An NxD Inference model cannot be counted on a compile host; with blocks set by hand it need not be.
+    empty = WorkerView(0.9, torch.nn.Module(), num_gpu_blocks_override=256)
+    assert decide(empty, no_runtime, COMPILE).policy == "explicit blocks"
+
+
+def test_explicit_blocks_do_not_excuse_an_unusable_runtime() -> None:
+    with pytest.raises(RuntimeError, match="unusable"):
+        decide(view(num_gpu_blocks_override=256), lambda: (-1, -1), {})
+
+
+# -- CPU mode
+
+
+def host(root: Path, available: int, limit: int | str | None = None, current: int = 0) -> None:
+    def put(path: str, text: str) -> None:
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    put("proc/meminfo", f"MemAvailable: {available * GIB // 1024} kB")
+    if limit is not None:
+        put("proc/self/cgroup", "0::/pod")
+        put("proc/self/mountinfo", "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw")
+        put("sys/fs/cgroup/pod/memory.max", str(limit if isinstance(limit, str) else limit * GIB))
+        put("sys/fs/cgroup/pod/memory.current", str(current * GIB))
+
+
+CPU_MODE = {"VLLM_NEURON_CPU_MODE": "1"}
+
+
+@pytest.mark.parametrize(("gmu", "expected"), [(0.9, 9_277_129_359), (0.92, 9_483_287_789)])
+def test_row_37(tmp_path: Path, gmu: float, expected: int) -> None:
+    host(tmp_path, 256)
+    assert decide(view(gmu=gmu, local_workers=8), no_runtime, CPU_MODE, tmp_path).available == expected
+
+
+def test_scenario_s8(tmp_path: Path) -> None:
+    host(tmp_path, 256, 64, 8)
+    result = decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path)
+    assert result.available / GIB == pytest.approx(7.56, abs=1e-6)
+    assert "memory.max" in by_name(result)["host_available"].source
+    host(tmp_path, 256, "max", 8)
+    assert decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path).available == int(int(128 * GIB * 0.9) * 0.3)
+
+
+def test_replicas_share_the_host(tmp_path: Path) -> None:
+    host(tmp_path, 256)
+    one = decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path)
+    two = decide(view(local_workers=2, replicas=2), no_runtime, CPU_MODE, tmp_path)
+    told = decide(
+        view(local_workers=2), no_runtime, {**CPU_MODE, "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS": "2"}, tmp_path
+    )
+    assert one.available > two.available == told.available
+    assert two.available * 4 <= 256 * GIB
+    assert by_name(told)["replicas"].source == "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS"
+
+
+def test_cpu_mode_has_no_minimum_but_checks_the_cap(tmp_path: Path) -> None:
+    host(tmp_path, 1)
+    assert 0 < decide(view(), no_runtime, CPU_MODE, tmp_path).available < GIB
+    with pytest.raises(RuntimeError, match=CAP):
+        decide(view(), no_runtime, {**CPU_MODE, CAP: "2"}, tmp_path)
+
+
+def test_a_full_container_is_an_error(tmp_path: Path) -> None:
+    host(tmp_path, 256, 8, 9)
+    with pytest.raises(RuntimeError, match="No host memory"):
+        decide(view(), no_runtime, CPU_MODE, tmp_path)
+
+
+# -- further policies, off by default
+
+
+def layers(block_size: int = 32, block_bytes: int = 2 * MIB) -> Callable[[], tuple[int, int]]:
+    return lambda: (block_size, block_bytes)
+
+
+NEED = {"VLLM_OMNI_PATCH_NEURON_POLICY": "need"}
+
+
+def test_need_never_gives_more_blocks_than_requests_can_fill() -> None:
+    worker = view(max_num_seqs=4, max_model_len=4096, kv_layers=layers())
+    result = decide(worker, TRN2, NEED)
+    assert result.available == 513 * 2 * MIB
+    assert by_name(result)["needed_blocks"].value == 513
+    assert decide(worker, no_runtime, {**COMPILE, **NEED}).available == result.available
+
+
+def test_need_never_gives_more_than_the_cap() -> None:
+    worker = view(max_num_seqs=4096, max_model_len=4096, kv_layers=layers())
+    assert decide(worker, TRN2, NEED).available == 6_957_847_019
+
+
+def test_a_small_need_is_not_stopped_by_the_minimum() -> None:
+    worker = view(max_num_seqs=1, max_model_len=64, kv_layers=layers())
+    assert decide(worker, TRN2, NEED).available == 3 * 2 * MIB
+    with pytest.raises(BelowMinimumError):
+        decide(view(21, max_num_seqs=1, max_model_len=64, kv_layers=layers()), stats(21, 3), NEED)
+
+
+def test_need_makes_a_total_that_is_off_harmless() -> None:
+    worker = view(max_num_seqs=4, max_model_len=4096, kv_layers=layers())
+    far = decide(worker, stats(11, 12.5), NEED)
+    assert far.available == decide(worker, no_runtime, {**COMPILE, **NEED}).available
+
+
+def test_need_without_a_layout_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="KV cache layout"):
+        decide(view(max_num_seqs=4, max_model_len=4096), TRN2, NEED)
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        decide(view(kv_layers=layers()), TRN2, NEED)
+
+
+HEADROOM = {"VLLM_OMNI_PATCH_NEURON_POLICY": "headroom"}
+
+
+def test_headroom_ignores_utilisation_and_cap() -> None:
+    environ = {**HEADROOM, "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "4"}
+    assert decide(view(10, gmu=0.5), TRN2, environ).available == 10 * GIB
+
+
+def test_headroom_needs_its_value_and_keeps_the_minimum() -> None:
+    with pytest.raises(RuntimeError, match="VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB"):
+        decide(view(), TRN2, HEADROOM)
+    with pytest.raises(BelowMinimumError, match="headroom"):
+        decide(view(18.12), stats(18.2, 5.8), {**HEADROOM, "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "5"})
+
+
+KEY = calibrate.Key("LlamaForCausalLM", "fp8", 8, 2, "trn2", "2.21")
+NAMED = {"architecture": "LlamaForCausalLM", "quantization": "fp8", "tensor_parallel_size": 8, "compiler": "2.21"}
+
+
+def calibration(folder: Path, **changes: Any) -> dict[str, str]:
+    row = calibrate.Row(KEY, 0.2259, 5_239_258_805, 23_192_823_398)
+    for name, value in changes.items():
+        setattr(row, name, value)
+    path = folder / "cal.json"
+    calibrate.save(str(path), [row])
+    return {"VLLM_OMNI_PATCH_NEURON_CALIBRATION": str(path)}
+
+
+def test_a_calibrated_cap_is_used_on_both_sides_and_recorded(tmp_path: Path) -> None:
+    environ = calibration(tmp_path)
+    device = decide(view(**NAMED), TRN2, environ)
+    assert device.available == int(23_192_823_398 * 0.2259) == 5_239_258_805
+    assert device.policy == "calibrated" and "cal.json" in by_name(device)["cap_fraction"].source
+    assert decide(view(**NAMED), no_runtime, {**COMPILE, **environ}).available == device.available
+
+
+def test_a_higher_utilisation_does_not_outgrow_the_calibrated_bytes(tmp_path: Path) -> None:
+    assert decide(view(gmu=1.0, **NAMED), TRN2, calibration(tmp_path)).available == 5_239_258_805
+
+
+def test_a_cap_in_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    assert decide(view(**NAMED), TRN2, {**calibration(tmp_path), CAP: "0.30"}).available == 6_957_847_019
+
+
+@pytest.mark.parametrize("other", [{"tensor_parallel_size": 4}, {"quantization": "none"}, {"compiler": "2.22"}])
+def test_another_key_takes_the_default_and_says_so(tmp_path: Path, other: dict[str, Any]) -> None:
+    result = decide(view(**{**NAMED, **other}), TRN2, calibration(tmp_path))
+    assert result.available == 6_957_847_019
+    assert any("has no row for" in line for line in result.warnings)
+
+
+def test_a_missing_or_damaged_file_is_an_error(tmp_path: Path) -> None:
+    name = "VLLM_OMNI_PATCH_NEURON_CALIBRATION"
+    with pytest.raises(RuntimeError, match=r"none\.json cannot be read"):
+        decide(view(**NAMED), TRN2, {name: str(tmp_path / "none.json")})
+    for text in ("{", "[]", '{"format": 99}', '{"format": 1, "rows": [{"cap": 1}]}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(RuntimeError, match=r"bad\.json is not usable"):
+            decide(view(**NAMED), TRN2, {name: str(tmp_path / "bad.json")})
