@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """Versions, and for each patch ``{"result": "pass" | "fail", "figure": ..., "note": ...}``."""
+    """Versions, and for each patch ``result`` (pass or fail), ``figure``, ``note`` and the ``targets`` it applied."""
     model = tiny_model.make(str(folder / "model"))
     seen = Seen(folder, model)
     with engine_process.Server(model, str(folder), name="stock") as server:
@@ -71,7 +71,7 @@ def run(folder: Path) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "lmcache")},
-        "patches": {name: judge(check, seen) for name, check in checks.items()},
+        "patches": {name: {**judge(check, seen), "targets": seen.targets(name)} for name, check in checks.items()},
     }
 
 
@@ -91,22 +91,27 @@ class Seen:
     def settings(self, reports: Path) -> dict[str, str]:
         return {"VLLM_OMNI_PATCH_REPORT_DIR": str(reports), "LMCACHE_EC_LOCAL_DISK": str(self.folder / "cache")}
 
-    def applied(self, patch: str, run: str) -> int:
-        """How many processes of ``run`` applied at least one target of ``patch``.
+    def entries(self, patch: str, run: str) -> list[dict[str, Any]]:
+        """What the ledgers of ``run`` hold about ``patch``, over all processes."""
+        ledgers = [json.loads(path.read_text()) for path in sorted(self.reports[run].glob("ledger-*.json"))]
+        return [entry for ledger in ledgers for entry in ledger["entries"] if entry["patch"] == patch]
+
+    def targets(self, patch: str) -> list[str]:
+        """Targets of ``patch`` that some process applied and none failed, over all runs."""
+        entries = [entry for run in self.reports for entry in self.entries(patch, run)]
+        failed = {entry["target"] for entry in entries if entry["state"] == "failed"}
+        return sorted({entry["target"] for entry in entries if entry["state"] == "applied"} - failed)
+
+    def applied(self, patch: str, run: str) -> None:
+        """Some process of ``run`` applied a target of ``patch``, and none failed.
 
         Raises:
-            RuntimeError: some process failed or skipped a target of it that it should have applied.
+            RuntimeError: it is not so.
         """
-        count = 0
-        for path in sorted(self.reports[run].glob("ledger-*.json")):
-            entries = [e for e in json.loads(path.read_text())["entries"] if e["patch"] == patch]
-            failed = [e for e in entries if e["state"] == "failed"]
-            if failed:
-                raise RuntimeError(f"{failed[0]['target']}: {failed[0]['reason']}")
-            count += any(e["state"] == "applied" for e in entries)
-        if not count:
-            raise RuntimeError(f"no process of the {run} run applied {patch}")
-        return count
+        entries = self.entries(patch, run)
+        failed = [entry for entry in entries if entry["state"] == "failed"]
+        require(not failed, "; ".join(f"{entry['target']}: {entry['reason']}" for entry in failed))
+        require(any(entry["state"] == "applied" for entry in entries), f"no process of the {run} run applied {patch}")
 
 
 def judge(check: Callable[[Seen], Any], seen: Seen) -> dict[str, Any]:

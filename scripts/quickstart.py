@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "live"))
 
-import engine_process  # noqa: E402
-import tiny_model  # noqa: E402
+import engine_process
+import tiny_model
 
 EC = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
 IMAGE, WARM_UP = 1, 2
