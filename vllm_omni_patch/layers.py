@@ -54,8 +54,8 @@ def foreign(value: Any, home: str) -> list[str]:
         where = _module_of(wrapper if wrapper is not None else layer)
         if where is None or where.partition(".")[0] in _ORDINARY | {home}:
             continue
-        name = getattr(wrapper if wrapper is not None else layer, "__qualname__", type(layer).__name__)
-        found.append(f"{'replaced by' if layer is everything[-1] else 'wrapped by'} {where}:{name}")
+        what = "replaced by" if layer is everything[-1] else "wrapped by"
+        found.append(f"{what} {where}:{_name(wrapper if wrapper is not None else layer)}")
     return found
 
 
@@ -98,6 +98,12 @@ def _wrapper(layer: Any) -> Any:
         return layer._self_wrapper if type(layer) is not layer.__class__ else None
     except Exception:
         return None
+
+
+def _name(value: Any) -> str:
+    """The name in the code: ``functools.wraps`` copies ``__name__`` from what is wrapped."""
+    code = getattr(value, "__code__", None)
+    return str(code.co_name if code is not None else getattr(value, "__qualname__", type(value).__name__))
 
 
 def _inner(value: Any) -> Any:

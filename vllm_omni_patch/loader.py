@@ -267,7 +267,8 @@ class Loader:
             if done.is_wrapper:
                 entry.foreign = layers.foreign(current, home)
                 if layers.depth(current, done.patch.name) == 0:
-                    entry.state, entry.reason = "failed", "replaced after it was applied: the wrapper is gone"
+                    by = "; ".join(entry.foreign) or "our wrapper is gone"
+                    entry.state, entry.reason = "failed", f"replaced after it was applied: {by}"
                 entry.partial = layers.overrides(done.hook.owner, done.hook.attribute) + layers.copies(
                     done.hook.original, done.hook.owner, done.hook.attribute
                 )
