@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class Observer:
         self.seconds = 0.0
         self._group: Grouper = lambda origin, geometry: origin.site
         self._records: dict[int, Record] = {}
-        self._fixed: dict[Hashable, list[Held]] = {}
+        self._fixed: dict[Hashable, Held] = {}
         self._busy = threading.Lock()
         self._not_before = 0.0
         self._risen = False
@@ -164,12 +164,9 @@ class Observer:
                 self._count(record)
         self.sample()
 
-    def hold(self, tensors: dict[Hashable, list[Held]]) -> None:
-        """Add memory that is no transformers cache (ring buffers on modules) to the groups, until the next call."""
-        for held_list in tensors.values():
-            for held in held_list:
-                held.rows = held.rows or 1
-        self._fixed = tensors
+    def hold(self, tensors: Mapping[Hashable, Held]) -> None:
+        """Add memory that is no transformers cache (ring buffers on modules) to its groups, until the next call."""
+        self._fixed = dict(tensors)
 
     def live(self) -> list[tuple[Any, Record]]:
         """The caches alive now."""
@@ -210,13 +207,12 @@ class Observer:
                 storages.update(held.storages)
                 sums[0] += held.view_bytes
                 sums[1] += held.rows
-        for group, held_list in self._fixed.items():
+        for group, held in self._fixed.items():
             storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
-            for held in held_list:
-                self.peaks.setdefault(group, Peak()).note(held)
-                storages.update(held.storages)
-                sums[0] += held.view_bytes
-                sums[1] += held.rows
+            self.peaks.setdefault(group, Peak()).note(held)
+            storages.update(held.storages)
+            sums[0] += held.view_bytes
+            sums[1] += held.rows
         for group, peak in self.peaks.items():
             storages, (view, rows, caches) = totals.get(group, ({}, [0, 0, 0]))
             live = sum(storages.values())

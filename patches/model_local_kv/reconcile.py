@@ -160,6 +160,8 @@ def _judge(
         return "under-declared", f"{peak.storage_bytes} bytes were alive at once, {limit} are declared at most"
     if peak.row_storage_bytes > row_limit:
         return "under-declared", f"a row pinned {peak.row_storage_bytes} bytes of storage, {row_limit} are declared"
+    if not peak.row_bytes:
+        return "matched", f"{peak.storage_bytes} bytes, within what is declared; how many rows they are cannot be told"
     if peak.row_bytes < per_row:
         return "over-declared", f"no row filled more than {peak.row_bytes} of {per_row} bytes so far"
     return "matched", f"a full row is {per_row} bytes; {peak.rows} rows were alive at once"

@@ -52,9 +52,25 @@ class Suspect:
         """``(heads, head_dim)`` of a tensor that ends in ``(heads, positions, head_dim)``; zeros when it does not."""
         return (self.shape[-3], self.shape[-1]) if len(self.shape) >= 3 else (0, 0)
 
-    def held(self) -> Held:
-        """As what a cache would hold: rows are not known from a shape alone, so it counts as one."""
-        return Held(self.view_bytes, dict(self.storages), 1, *self.heads_and_size(), self.dtype)
+    def rows(self) -> int:
+        """Rows where the layout says so: ``(2, rows, ...)`` or ``(rows, heads, positions, head_dim)``; else 0."""
+        if len(self.shape) == 5 and self.shape[0] == 2:
+            return self.shape[1]
+        return self.shape[0] if len(self.shape) == 4 else 0
+
+
+def merge(suspects: Iterable[Suspect]) -> Held:
+    """What suspects that belong to one declaration hold together. ``rows`` is 0 where one of them does not say."""
+    total = Held()
+    rows: set[int] = set()
+    for suspect in suspects:
+        total.view_bytes += suspect.view_bytes
+        total.storages.update(suspect.storages)
+        total.kv_heads, total.head_dim = suspect.heads_and_size()
+        total.dtype = suspect.dtype
+        rows.add(suspect.rows())
+    total.rows = 0 if 0 in rows else max(rows, default=0)
+    return total
 
 
 def find(modules: Iterable[tuple[str, Any]]) -> list[Suspect]:

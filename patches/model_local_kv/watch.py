@@ -15,10 +15,9 @@ from typing import Any
 from vllm_omni_patch.patches.model_local_kv import report
 from vllm_omni_patch.patches.model_local_kv.collect import modules, unwrap
 from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE
-from vllm_omni_patch.patches.model_local_kv.measure import Held
 from vllm_omni_patch.patches.model_local_kv.observe import SHARE, Observer
 from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, Row, reconcile
-from vllm_omni_patch.patches.model_local_kv.suspects import Suspect, find
+from vllm_omni_patch.patches.model_local_kv.suspects import Suspect, find, merge
 
 from vllm_omni_patch import flags, ledger
 
@@ -138,17 +137,17 @@ class Watch:
                 root = ref()
                 if root is not None:
                     found += find(_paths(root, prefix, seen))
-        covered: dict[Group, list[Held]] = {}
+        covered: dict[Group, list[Suspect]] = {}
         rest = []
         for suspect in found:
             group = self._assignment.at(suspect.owner, suspect.heads_and_size())
             if group is None:
                 rest.append(suspect)
             else:
-                covered.setdefault(group, []).append(suspect.held())
+                covered.setdefault(group, []).append(suspect)
         self._suspects = rest
         if self._observer is not None:
-            self._observer.hold({**covered})
+            self._observer.hold({group: merge(suspects) for group, suspects in covered.items()})
             self._observer.sample()
         now = time.monotonic()
         self._walk_at = now + max(WALK_EVERY, (now - start) / SHARE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real transformers caches, followed and measured. Runs on every release from 4.56; see scripts/check_transformers.py."""
+"""Real transformers caches, followed and measured. On other releases: scripts/check_transformers.py."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_looking_for_the_owner_keeps_no_other_local_alive(observer: Observer) ->
             blob = Blob()
             ref = weakref.ref(blob)
             cache = cache_utils.DynamicCache()
-            blob = None  # noqa: F841
+            blob = None
             gc.collect()
             return cache, ref() is None
 
@@ -267,7 +267,7 @@ def test_regrouping_sorts_what_is_alive_in_again(observer: Observer) -> None:
 def test_tensors_that_are_no_cache_are_added_to_their_group(observer: Observer) -> None:
     held = measure(NewCache([Layer(*tensors()[:2])]))
     assert held is not None
-    observer.hold({"ring": [held]})
+    observer.hold({"ring": held})
     observer.sample()
     assert observer.peaks["ring"].storage_bytes == 2 * 3 * HEADS * 5 * SIZE * 4
     observer.hold({})
@@ -411,9 +411,10 @@ def test_generation_gives_the_same_tokens_and_one_owner(observer: Observer) -> N
 
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config()).eval()
-    out = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    out = model.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
     assert out.shape == (1, 7)
     gc.collect()
-    owners = {owner for group in observer.peaks for owner in [str(group)]}
-    assert owners
+    assert len(observer.peaks) == 1
     assert max(peak.row_bytes for peak in observer.peaks.values()) == size(6)
