@@ -213,7 +213,13 @@ class LiveView:
         return list(self._bases(value)) if isinstance(value, type) else []
 
     def has_method(self, owner: str, name: str) -> bool:
-        return any(_binds(klass, name) and _is_method(vars(klass)[name], name) for klass in self._owners(owner))
+        return any(_binds(klass, name) and self._is_method(vars(klass)[name], name) for klass in self._owners(owner))
+
+    def _is_method(self, value: Any, name: str) -> bool:
+        inner, binding = innermost(value, name)
+        if isinstance(inner, type):
+            return self._is_ours(inner)
+        return bool(binding) or isinstance(inner, types.FunctionType | functools.partialmethod)
 
     def has_class_attribute(self, owner: str, name: str) -> bool:
         return any(
@@ -249,12 +255,6 @@ def _binds(klass: type, name: str) -> bool:
         return False
     # Python sets __hash__ to None in a class that defines __eq__ alone.
     return not (name == "__hash__" and vars(klass)[name] is None) and not _is_generated(vars(klass)[name], name)
-
-
-def _is_method(value: Any, name: str) -> bool:
-    kinds = (type, types.FunctionType, property, staticmethod, classmethod, functools.partialmethod)
-    inner, binding = innermost(value, name)
-    return bool(binding) or isinstance(inner, kinds)
 
 
 def _annotations(klass: type) -> dict[str, Any]:

@@ -28,7 +28,13 @@ class SourceView:
     def body(self, node: ast.ClassDef) -> Scope:
         """Names that the class's body binds."""
         if id(node) not in self._bodies:
-            self._bodies[id(node)] = bindings(node.body)
+            scope = bindings(node.body)
+            # "Class.name = value" in the module's body, after the class.
+            for statement in self.tree.body if node in self.scope.get(node.name, ()) else ():
+                for target in statement.targets if isinstance(statement, ast.Assign) else ():
+                    if isinstance(target, ast.Attribute) and dotted(target.value) == node.name:
+                        scope[target.attr] = [statement]
+            self._bodies[id(node)] = scope
         return self._bodies[id(node)]
 
     # -- what a name leads to
@@ -223,12 +229,15 @@ def parameters(node: FunctionNode, name: str, in_class: bool) -> tuple[Seen, ...
 
 
 def annotated(node: ast.ClassDef) -> set[str]:
-    """Names that the class's body annotates."""
-    return {
-        statement.target.id
-        for statement in _flat(node.body)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    }
+    """Names that the class's body annotates, or lists as ``__slots__``."""
+    names: set[str] = set()
+    for statement in _flat(node.body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            names.add(statement.target.id)
+        elif isinstance(statement, ast.Assign) and [dotted(target) for target in statement.targets] == ["__slots__"]:
+            slots = [inner for inner in ast.walk(statement.value) if isinstance(inner, ast.Constant)]
+            names |= {slot.value for slot in slots if isinstance(slot.value, str)}
+    return names
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
