@@ -238,7 +238,7 @@ class ECCacheEngine:
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(tensor.device))
                 ready = event.synchronize
-            if writer.submit(Job(key, slot, rows, columns, dtype, refused, ready)):
+            if writer.submit(Job(key, slot, rows, columns, dtype, force=refused, ready=ready)):
                 return ""
         except BaseException:
             staging.give_back(slot)
@@ -273,7 +273,26 @@ class ECCacheEngine:
                 self._tiers.bad(tier, key, error)
             except OSError as error:
                 _log.debug("cannot read from %s: %s", tier.name, error)
-        return self._tiers.get_remote(key, rows, device)
+        loaded = self._tiers.load_remote(key, rows)
+        if loaded is None:
+            return None
+        header, payload = loaded
+        out = _shaped(torch.frombuffer(payload, dtype=torch.uint8), header)
+        self._keep_copy(key, header, out)
+        return out if torch.device(device).type == "cpu" else out.to(device)
+
+    def _keep_copy(self, key: Key, header: Header, tensor: torch.Tensor) -> None:
+        """Put what came from a remote into the local tiers, where there is room in the queue."""
+        try:
+            writer, staging = self._storing()
+            slot = None if writer.full() or header.payload > self._tiers.largest else staging.take(header.payload)
+            if slot is None:
+                return
+            slot.memory.copy_(tensor.view(-1).view(torch.uint8))
+            if not writer.submit(Job(key, slot, header.rows, header.columns, header.dtype, local_only=True)):
+                staging.give_back(slot)
+        except Exception as error:
+            _log.debug("a remote entry was not kept locally: %s", error)
 
     def _storing(self) -> tuple[Writer, Staging]:
         with self._lock:

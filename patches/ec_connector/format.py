@@ -145,6 +145,11 @@ def header_length(first: bytes | memoryview) -> int:
     return int(size)
 
 
+def declared_payload(first: bytes | memoryview) -> int:
+    """Payload length in bytes that a header says, where only the header is at hand."""
+    return int(_FIXED.unpack_from(first)[5])
+
+
 def decode_header(data: bytes | memoryview, total: int) -> Header:
     """Decode a header from ``data`` (at least ``header_length`` bytes) of an entry that is ``total`` bytes long.
 
@@ -221,7 +226,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable bytes; shares, does not copy."""
     import torch
 
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _block_sums(piece: memoryview) -> memoryview:
@@ -229,7 +235,8 @@ def _block_sums(piece: memoryview) -> memoryview:
 
     # Sums of 64-bit words, modulo 2**64: the same in any order of addition, and vectorised where a CRC is not.
     words = torch.frombuffer(piece, dtype=torch.int64).view(-1, BLOCK // 8)
-    return memoryview(words.sum(1).numpy()).cast("B")
+    sums: Any = words.sum(1).numpy()
+    return memoryview(sums).cast("B")
 
 
 def _check(body: bytes) -> bytes:

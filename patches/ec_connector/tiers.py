@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from vllm_omni_patch.patches.ec_connector.config import GIB, ECConfig
+from vllm_omni_patch.patches.ec_connector.format import Header
 from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, SharedFolder, shared_folder_path
 from vllm_omni_patch.patches.ec_connector.runtime import Runtime
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
-from vllm_omni_patch.patches.ec_connector.writer import Tier
 
 from vllm_omni_patch import ledger
 
@@ -41,7 +41,7 @@ class Tiers:
     local: list[FileTier]
     runtime: Runtime
     stats: ECStats
-    remote: list[Tier] = field(default_factory=list)
+    remote: list[RemoteTier] = field(default_factory=list)
     largest: int = 0
 
     @classmethod
@@ -74,6 +74,8 @@ class Tiers:
                 _log.warning("Encoder cache: %s cannot be used at present: %s.", tier.name, error)
         tiers = cls(local, runtime, stats)
         tiers.largest = max(tier.store.limit or 0 for tier in local)
+        if config.has_remote:
+            tiers.remote.append(_remote_tier(config, role, model, dtype, stats))
         return tiers
 
     def contains(self, key: Key, rows: int | None) -> bool:
@@ -86,7 +88,7 @@ class Tiers:
                 self.bad(tier, key, error)
             except OSError as error:
                 _log.debug("cannot look up in %s: %s", tier.name, error)
-        return False
+        return any(tier.contains(key, rows) for tier in self.remote) and not self.runtime.refused(key.path)
 
     def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
         """Whether a put would only write what is there already."""
@@ -101,12 +103,31 @@ class Tiers:
 
     def discard(self, key: Key) -> None:
         """Remove an entry everywhere; refuse it where that fails."""
-        if not all([tier.store.remove(key) for tier in self.local]):
+        local = [tier.store.remove(key) for tier in self.local]
+        remote = [tier.discard(key) for tier in self.remote]
+        if not all(local + remote):
             self.runtime.refuse(key.path)
 
-    def get_remote(self, key: Key, rows: int | None, device: str) -> torch.Tensor | None:
-        """Load from the remote tier."""
+    def load_remote(self, key: Key, rows: int | None) -> tuple[Header, memoryview] | None:
+        """Header and verified payload from the first remote that has the entry."""
+        for tier in self.remote:
+            loaded = tier.load(key, rows)
+            if loaded is not None:
+                return loaded
         return None
 
     def close(self, timeout: float) -> None:
         """Leave all tiers."""
+        for tier in self.remote:
+            tier.close(timeout)
+
+
+def _remote_tier(config: ECConfig, role: str, model: str, dtype: str, stats: ECStats) -> RemoteTier:
+    path = shared_folder_path(config.remote_url)
+    if path:
+        return RemoteTier(config.remote_url, SharedFolder(path, config.fsync, config.touch_seconds), config, stats)
+    from vllm_omni_patch.patches.ec_connector.lmcache_remote import LMCacheRemote
+
+    remote = LMCacheRemote(config, model, dtype, lookups_only=role == "scheduler")
+    name = config.remote_url or ", ".join(config.remote_options["remote_storage_plugins"])
+    return RemoteTier(name, remote, config, stats)

@@ -8,7 +8,6 @@ line when it works again, and the outputs of that time are dropped and counted.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.format import FormatError
+from vllm_omni_patch.patches.ec_connector.guard import Pause
 from vllm_omni_patch.patches.ec_connector.identity import Key
 from vllm_omni_patch.patches.ec_connector.staging import Slot, Staging
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
@@ -23,7 +23,6 @@ from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
-_MAX_PAUSE = 60.0
 _TAKEN = ("stored", "present", "busy")
 
 
@@ -39,42 +38,6 @@ class Tier(Protocol):
         """Called before the first write after a failure."""
 
 
-class Pause:
-    """Whether a tier may be tried; doubles its pause from ``first`` to 60 seconds while it keeps failing."""
-
-    def __init__(self, name: str, first: float) -> None:
-        self._name = name
-        self._first = first
-        self._pause = 0.0
-        self._until = 0.0
-
-    @property
-    def failing(self) -> bool:
-        """The last attempt failed."""
-        return self._pause > 0
-
-    def open(self) -> bool:
-        """Whether an attempt is due."""
-        return time.monotonic() >= self._until
-
-    def failed(self, error: BaseException) -> None:
-        """Note a failure; warns about the first of a row."""
-        if not self.failing:
-            _log.warning(
-                "Encoder cache stores to %s stop: %s. Serving goes on; stores resume when it works again.",
-                self._name,
-                error,
-            )
-        self._pause = min(max(self._first, self._pause * 2), _MAX_PAUSE) or 1e-9
-        self._until = time.monotonic() + self._pause
-
-    def worked(self) -> None:
-        """Note a success."""
-        if self.failing:
-            _log.info("Encoder cache stores to %s work again.", self._name)
-        self._pause = self._until = 0.0
-
-
 @dataclass
 class Job:
     """One output on its way. ``ready`` waits until the copy into ``slot`` is complete (a CUDA event), if need be."""
@@ -85,6 +48,7 @@ class Job:
     columns: int
     dtype: str
     force: bool = False
+    local_only: bool = False
     ready: Callable[[], Any] | None = None
 
 
@@ -108,8 +72,8 @@ class Writer:
         stored: Callable[[Key], None],
     ) -> None:
         self._staging = staging
-        self._chain = [(tier, Pause(tier.name, retry_seconds)) for tier in chain]
-        self._also = [(tier, Pause(tier.name, retry_seconds)) for tier in also]
+        self._chain = [(tier, Pause(f"Encoder cache stores to {tier.name}", retry_seconds)) for tier in chain]
+        self._also = [(tier, Pause(f"Encoder cache stores to {tier.name}", retry_seconds)) for tier in also]
         self._label = label
         self._stats = stats
         self._limit = queue_entries
@@ -203,7 +167,8 @@ class Writer:
             outcomes.append(self._write(tier, pause, job, header, payload))
             if outcomes[-1] in _TAKEN:
                 break
-        outcomes += [self._write(tier, pause, job, header, payload) for tier, pause in self._also]
+        if not job.local_only:
+            outcomes += [self._write(tier, pause, job, header, payload) for tier, pause in self._also]
         if "stored" in outcomes:
             self._stats.add("stored")
             self._stats.add("bytes_stored", payload.nbytes)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The remote tier: deadlines and a circuit breaker in front of a server or a shared folder.
+
+A lookup is waited for ``lookup_deadline`` at most, a load ``load_deadline``; what takes longer is a miss and opens the
+breaker, so that the scheduler does not wait again before a pause that grows from ``retry_seconds`` to a minute. Every
+failure also drops the connection, because LMCache's connectors do not reconnect by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from vllm_omni_patch.patches.ec_connector import format
+from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
+from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck
+from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.stats import ECStats
+from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
+
+from vllm_omni_patch import ledger
+
+_log = ledger.logger("ec")
+# A first connection imports LMCache and may take this long; it happens before requests come.
+_CONNECT_SECONDS = 60.0
+# Threads left behind in calls that never came back; with this many the remote is given up.
+_MAX_STUCK = 4
+T = TypeVar("T")
+
+
+class Remote(Protocol):
+    """What the tier needs of a remote. Calls may block and raise anything."""
+
+    def connect(self) -> None:
+        """Make ready for calls."""
+
+    def drop(self) -> None:
+        """Forget the connection; never waits for the other side."""
+
+    def header(self, key: Key, seconds: float) -> Header | None:
+        """Header at ``key``'s address."""
+
+    def read(self, key: Key, header: Header) -> memoryview:
+        """Verified payload."""
+
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
+        """Store an entry, replacing one at the same address."""
+
+    def remove(self, key: Key) -> bool:
+        """Remove an entry."""
+
+
+class SharedFolder:
+    """``fs://host:port/path``: entries in files of a folder that other hosts mount too.
+
+    The files are this package's own rather than LMCache's, whose ``fs`` connector lets concurrent writers of one key
+    destroy each other's temporary file. There is no limit on the folder's bytes.
+    """
+
+    def __init__(self, path: str, fsync: bool, touch_seconds: float) -> None:
+        self._store = FileStore("shared folder", path, None, fsync=fsync, touch_seconds=touch_seconds)
+
+    def connect(self) -> None:
+        """Make the folder where missing."""
+        self._store.folder.make()
+
+    def drop(self) -> None:
+        """Nothing is kept open."""
+
+    def header(self, key: Key, seconds: float) -> Header | None:
+        """See :class:`Remote`."""
+        try:
+            entry = self._store.open(key)
+        except BadEntry as error:
+            raise FormatError(str(error)) from None
+        if entry is None:
+            return None
+        entry.close()
+        return entry.header
+
+    def read(self, key: Key, header: Header) -> memoryview:
+        """See :class:`Remote`."""
+        import torch
+
+        memory = format.bytes_of(torch.empty(header.payload, dtype=torch.uint8))
+        try:
+            read = self._store.read(key, header.rows, lambda found: memory if found == header else _changed())
+        except BadEntry as error:
+            self._store.remove(key, error.seen)
+            raise FormatError(str(error)) from None
+        if read is None:
+            raise FormatError("the entry went away")
+        return memory
+
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
+        """See :class:`Remote`."""
+        self._store.write(key, header, payload, force=True)
+
+    def remove(self, key: Key) -> bool:
+        """See :class:`Remote`."""
+        return self._store.remove(key)
+
+
+def _changed() -> memoryview:
+    raise FormatError("the entry was replaced between lookup and load")
+
+
+def shared_folder_path(url: str) -> str:
+    """Path of an ``fs://`` URL; ``fs:///path`` and ``fs://host:port/path`` are the same folder. ``""``: another URL."""
+    parts = urlsplit(url)
+    return os.path.abspath(unquote(parts.path)) if parts.scheme == "fs" and parts.path.strip("/") else ""
+
+
+class RemoteTier:
+    """A :class:`Remote` behind lanes and a breaker. Loads and lookups never raise and are bounded in time."""
+
+    def __init__(self, name: str, remote: Remote, config: ECConfig, stats: ECStats) -> None:
+        self.name = name
+        self._remote = remote
+        self._config = config
+        self._stats = stats
+        self._pause = Pause(f"Encoder cache lookups and loads in {name}", config.retry_seconds)
+        self._lookups = Lane("ec-remote-lookup")
+        self._loads = Lane("ec-remote-load")
+        self._stores = Lane("ec-remote-store")
+        self._stuck = 0
+        self._closed = False
+        self._mutex = threading.Lock()
+        self._ready = threading.Event()
+        threading.Thread(target=self._first_connection, name="ec-remote-connect", daemon=True).start()
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait for the first connection attempt to end."""
+        return self._ready.wait(seconds)
+
+    def contains(self, key: Key, rows: int | None) -> bool:
+        """Whether a matching header is there, as far as can be told within ``lookup_deadline``."""
+        limit = self._config.lookup_deadline
+
+        def look() -> bool:
+            self._remote.connect()
+            header = self._remote.header(key, limit)
+            return header is not None and header.matches(key, rows)
+
+        return bool(self._guarded("_lookups", look, limit, False))
+
+    def load(self, key: Key, rows: int | None) -> tuple[Header, memoryview] | None:
+        """Header and verified payload of the matching entry, within ``load_deadline``."""
+        limit = self._config.load_deadline
+
+        def load() -> tuple[Header, memoryview] | None:
+            self._remote.connect()
+            header = self._remote.header(key, limit)
+            if header is None or not header.matches(key, rows):
+                return None
+            try:
+                return header, self._remote.read(key, header)
+            except FormatError as error:
+                self._stats.add("bad_entries")
+                _log.warning("Encoder cache: entry %s in %s is unusable (%s).", key.path, self.name, error)
+                self._remove(key)
+                return None
+
+        return self._guarded("_loads", load, limit, None)
+
+    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> str:
+        """See ``writer.Tier``.
+
+        Raises:
+            OSError: failed or took longer than ``store_deadline``.
+        """
+        if not self._ready.wait(_CONNECT_SECONDS) or self._closed:
+            raise ConnectionError("not connected")
+        limit = self._config.store_deadline
+        new = format.decode_header(header, len(header) + payload.nbytes)
+
+        def store() -> str:
+            self._remote.connect()
+            if not force and self._present(key, new, limit):
+                return "present"
+            self._remote.write(key, header, payload, limit)
+            return "stored"
+
+        try:
+            return self._stores.run(store, limit * 1.5)
+        except Exception as error:
+            self._lost("_stores", error)
+            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
+
+    def recover(self) -> None:
+        """See ``writer.Tier``; the next write connects again."""
+
+    def discard(self, key: Key) -> bool:
+        """Remove an entry, within ``load_deadline``; True when it is gone."""
+        return bool(self._guarded("_loads", lambda: self._remove(key), self._config.load_deadline, False))
+
+    def close(self, seconds: float) -> None:
+        """Drop the connection and end the threads that come back within ``seconds``."""
+        self._closed = True
+        deadline = time.monotonic() + max(0.1, seconds)
+        closer = threading.Thread(target=self._remote.drop, name="ec-remote-close", daemon=True)
+        self._ready.wait(min(1.0, seconds))
+        closer.start()
+        closer.join(max(0.1, deadline - time.monotonic()))
+        for lane in (self._lookups, self._loads, self._stores):
+            lane.close(max(0.1, min(1.0, deadline - time.monotonic())))
+
+    def _first_connection(self) -> None:
+        try:
+            self._remote.connect()
+            if self._closed:
+                self._remote.drop()
+        except Exception as error:
+            self._pause.failed(error)
+            self._stats.add("remote_failures")
+        finally:
+            self._ready.set()
+
+    def _present(self, key: Key, new: Header, limit: float) -> bool:
+        try:
+            old = self._remote.header(key, limit)
+        except FormatError:
+            return False
+        return old is not None and old.matches(key, new.rows) and (old.columns, old.dtype) == (new.columns, new.dtype)
+
+    def _remove(self, key: Key) -> bool:
+        try:
+            return self._remote.remove(key)
+        except Exception as error:
+            _log.debug("cannot remove an entry from %s: %s", self.name, error)
+            return False
+
+    def _guarded(self, lane: str, call: Callable[[], T], seconds: float, otherwise: T) -> T:
+        if self._closed or not self._ready.is_set() or not self._pause.open():
+            return otherwise
+        try:
+            result = getattr(self, lane).run(call, seconds)
+        except FormatError as error:
+            _log.debug("%s: %s", self.name, error)
+            return otherwise
+        except Exception as error:
+            self._pause.failed(error)
+            self._lost(lane, error)
+            return otherwise
+        self._pause.worked()
+        return result
+
+    def _lost(self, lane: str, error: BaseException) -> None:
+        """After a failure: drop the connection, and leave a thread behind that is in a call which may never return."""
+        self._stats.add("remote_failures")
+        with self._mutex:
+            if self._closed:
+                return
+            if isinstance(error, Stuck):
+                if self._stuck >= _MAX_STUCK:
+                    return
+                self._stuck += 1
+                old: Lane = getattr(self, lane)
+                setattr(self, lane, Lane(old.name))
+                threading.Thread(target=self._retire, args=(old,), name="ec-remote-retire", daemon=True).start()
+        threading.Thread(target=self._remote.drop, name="ec-remote-drop", daemon=True).start()
+
+    def _retire(self, lane: Lane) -> None:
+        if lane.close(600.0):
+            with self._mutex:
+                self._stuck -= 1
