@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """This process's line in vLLM's log.
 
-It is written when an engine starts in the process, whatever is applied by then. Workers import most of what is hooked
-after that, so where the account has changed by the time a call first goes through one of our wrappers, or nothing is
-left to wait for, one more line says so. There are never more than these two.
+It is written when an engine starts in the process. A worker imports most of what is hooked only after that, so its
+line waits until a call first goes through a wrapper on worker code, or nothing is left to wait for. An engine core
+that runs its worker itself has its line by then, and writes a second one, the last, if the account has changed.
 """
 
 from __future__ import annotations
@@ -16,50 +16,47 @@ from vllm_omni_patch.ledger import STATES, Entry
 
 _WORDS = {"pending": "waiting for their modules"}
 
-_told: str = ""  # the account in the line that was written
+_start: str | None = None  # the beginning of the line, once an engine has started
+_told: str | None = None  # the account in the line that was written
 _done = False
 
 
 def at_engine_start() -> None:
-    """Write this process's line."""
-    global _told, _done
-    about = ledger.process()
-    _told = account(ledger.entries())
-    _done = not _waiting(ledger.entries())
+    """Write this process's line, or let a worker's wait."""
+    global _start
+    road = ledger.process().get("road")
     release = installed.live_release("vllm") or "of unknown version"
-    road = about.get("road")
-    ledger.say(logging.INFO, f"vllm-omni-patch {__version__}: pid {os.getpid()}, road {road}, vLLM {release}: {_told}")
+    _start = f"vllm-omni-patch {__version__}: pid {os.getpid()}, road {road}, vLLM {release}: "
+    if not (ledger.role() in ("worker", "ray worker") and _waiting(ledger.entries())):
+        _write()
 
 
-def at_first_call() -> None:
-    """A call goes through one of our wrappers: what this process uses is imported by now."""
-    _again()
+def at_first_call(target: str) -> None:
+    """A call goes through our wrapper on ``target``: what this process uses is imported by now, if it is a worker."""
+    if ".worker." in target:
+        _write(final=True)
 
 
 def when_settled() -> None:
     """Something changed: if nothing is left to wait for, the account is final."""
     if not _waiting(ledger.entries()):
-        _again()
+        _write(final=True)
 
 
-def _again() -> None:
+def _write(final: bool = False) -> None:
     global _told, _done
-    if _done or not _told:
+    if _start is None or _done:
         return
-    _done = True
     now = account(ledger.entries())
     if now != _told:
-        _told = now
-        ledger.say(logging.INFO, f"vllm-omni-patch: pid {os.getpid()}: now {now}")
+        text = f"{_start}{now}" if _told is None else f"vllm-omni-patch: pid {os.getpid()}: now {now}"
+        ledger.say(logging.INFO, text)
+    _told, _done = now, final
 
 
 def _waiting(entries: list[Entry]) -> list[Entry]:
     """Targets that may still be hooked: pending, in a package that is installed."""
-    return [entry for entry in entries if entry.state == "pending" and _is_here(entry.target)]
-
-
-def _is_here(target: str) -> bool:
-    return installed.folder_of(target.partition(".")[0]) is not None
+    return [e for e in entries if e.state == "pending" and installed.is_here(e.target.partition(".")[0])]
 
 
 def account(entries: list[Entry]) -> str:
@@ -78,8 +75,8 @@ def account(entries: list[Entry]) -> str:
 
 
 def _after_fork() -> None:
-    global _told, _done
-    _told, _done = "", False
+    global _start, _told, _done
+    _start, _told, _done = None, None, False
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 # Import names by the distribution name that targets carry.
@@ -77,6 +78,12 @@ def folder_of(package: str) -> str | None:
     if spec is None or not spec.origin or not spec.submodule_search_locations:
         return None
     return os.path.dirname(spec.origin)
+
+
+@lru_cache(maxsize=64)
+def is_here(package: str) -> bool:
+    """Whether a top-level package is installed. Asked often, so the first answer stands for the process's life."""
+    return folder_of(package) is not None
 
 
 def _look_up(package: str) -> Any:

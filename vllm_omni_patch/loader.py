@@ -73,8 +73,22 @@ class Loader:
         # Only now: a module that is imported already is hooked at once, and groups need to know all their members.
         for name in dict.fromkeys(target.module for patch in self.patches for target in patch.targets):
             self.watch.add(name, partial(self.on_import, name))
+        self._warn_if_late()
         metrics.start()
         ledger.save()
+
+    def _warn_if_late(self) -> None:
+        late = sorted({done.target.module for done in self.applied.values()})
+        if self.road != "plugin" or not late:
+            return
+        # On Ray the variables always arrive after the worker's interpreter has started.
+        level = logging.INFO if ledger.role() == "ray worker" else logging.WARNING
+        self._say(
+            level,
+            f"{flags.SWITCH.name} was not set yet when vLLM was imported in process {os.getpid()}, or no startup file "
+            f"was read; hooked after their import: {', '.join(late)}. Code that copied a function from them by name "
+            f"keeps the original ('vllm-omni-patch status' shows where). Set {flags.SWITCH.name} before Python starts.",
+        )
 
     def _enter(self, patch: Patch) -> None:
         self.patches.append(patch)
@@ -167,7 +181,7 @@ class Loader:
         return self._entry(patch, target, state, decision.reason, verdict=decision.verdict, release=release or "")
 
     def _install(self, patch: Patch, target: Target, module: ModuleType, release: str | None) -> None:
-        done = apply.install(patch, target, module, on_first_call=self._first_call)
+        done = apply.install(patch, target, module, on_first_call=partial(self._first_call, target))
         self.applied[(patch.name, target.name)] = done
         home = target.module.partition(".")[0]
         ledger.record(
@@ -285,8 +299,8 @@ class Loader:
         metrics.changed()
         announce.when_settled()
 
-    def _first_call(self) -> None:
-        announce.at_first_call()
+    def _first_call(self, target: Target) -> None:
+        announce.at_first_call(target.name)
         ledger.save()
 
 

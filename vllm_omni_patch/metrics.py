@@ -21,7 +21,7 @@ import time
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, ledger
+from vllm_omni_patch import flags, installed, ledger
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
@@ -138,8 +138,15 @@ def snapshot() -> dict[str, Any]:
             "families": {name: list(family) for name, family in _families.items()},
             "values": [[name, [list(label) for label in labels], value] for (name, labels), value in _values.items()],
             "vllm_version": str(ledger.process().get("vllm_version", "")),
-            "states": [[entry.patch, entry.target, entry.state] for entry in ledger.entries()],
+            "states": [[entry.patch, entry.target, entry.state] for entry in ledger.entries() if _matters(entry)],
         }
+
+
+def _matters(entry: ledger.Entry) -> bool:
+    """Left out, so that an alert on ``skipped`` means something: what is ordinary not to be here."""
+    if entry.state == "pending":
+        return installed.is_here(entry.target.partition(".")[0])
+    return not (entry.state == "skipped" and entry.optional and entry.verdict == "absent")
 
 
 def read_snapshots() -> list[dict[str, Any]]:
