@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declared bytes equal the bytes of the real caches, for every family of an installed vLLM-Omni.
+
+Needs vLLM-Omni beside its vLLM: ``scripts/check_families.py`` makes the environments and runs this file in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip(
+    "vllm_omni", reason="vLLM-Omni is not installed; scripts/check_families.py makes environments for it"
+)
+torch = pytest.importorskip("torch")
+
+from tests.live import omni_caches as omni  # noqa: E402
+from tests.live.omni_caches import KiB, MiB, Table, cache_tensors, declared, entry, storage_bytes, view_bytes  # noqa: E402
+
+RELEASE = omni.omni_release()
+
+
+def since(major: int, minor: int) -> pytest.MarkDecorator:
+    """Run from this release on."""
+    return pytest.mark.skipif((major, minor) > RELEASE, reason=f"vLLM-Omni {RELEASE} is older than {major}.{minor}")
+
+
+def before(major: int, minor: int) -> pytest.MarkDecorator:
+    """Run in releases older than this one."""
+    return pytest.mark.skipif(
+        (major, minor) <= RELEASE, reason=f"vLLM-Omni {RELEASE} is not older than {major}.{minor}"
+    )
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[Table]:
+    """Collects the rows of the published table."""
+    rows = Table()
+    yield rows
+    rows.write()
+
+
+# --- Qwen3-TTS ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("qwen3")
+
+
+@pytest.fixture
+def qwen3(qwen3_folder: Path) -> Iterator[tuple[Any, SimpleNamespace]]:
+    """The loaded stage and its config, with our declaration installed."""
+    config = omni.qwen3_config(qwen3_folder)
+    stage = omni.qwen3_stage(config)
+    with omni.installed(omni.MODELS + omni.QWEN3):
+        yield stage, config
+
+
+def _codes(stage: Any, rows: int, frames: int) -> Any:
+    return torch.randint(0, 16, (rows, stage._num_quantizers, frames))
+
+
+def _decode(stage: Any, requests: list[dict[str, Any]], frames: int) -> None:
+    """One served call of the stage's decoder, as ``Qwen3TTSCode2Wav.forward`` makes it."""
+    rows = len(requests)
+    with torch.no_grad():
+        stage.decoder.batched_chunked_decode(
+            _codes(stage, rows, frames), [frames] * rows, caches=requests, max_batch_size=stage._decode_batch_max_size
+        )
+
+
+def _peak(decoder: Any) -> list[int]:
+    """Records the largest storage of all live caches, looked at whenever the transformer returns."""
+    from transformers.cache_utils import DynamicCache
+
+    peak = [0]
+
+    def look(*_: Any) -> None:
+        alive = [o for o in gc.get_objects() if type(o) is DynamicCache]
+        peak[0] = max(peak[0], storage_bytes(cache_tensors(alive)))
+
+    decoder.pre_transformer.register_forward_hook(look)
+    return peak
+
+
+@contextlib.contextmanager
+def caches_made() -> Iterator[list[str]]:
+    """Class names of the transformers caches that are constructed meanwhile."""
+    from transformers.cache_utils import Cache
+
+    made: list[str] = []
+    construct = Cache.__init__
+
+    def counted(cache: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(type(cache).__name__)
+        construct(cache, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cache, "__init__", counted)
+        yield made
+
+
+@since(0, 28)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_qwen3_eager_decode_holds_what_is_declared(qwen3: Any, table: Table, rows: int) -> None:
+    stage, config = qwen3
+    config.scheduler_config.max_num_seqs = rows
+    expected = torch.float32 if RELEASE == (0, 28) else torch.bfloat16
+    assert next(stage.decoder.parameters()).dtype is expected
+
+    found = declared(stage, config, max_num_seqs=rows)
+    kept = entry(found, "codec_decoder_request")
+    working, joined = entry(found, "codec_decoder_working_copy"), entry(found, "codec_decoder_batch_copy")
+    assert {e.owner for e in found.entries} == {"decoder"}
+
+    requests = [{"prefix_frames": 72} for _ in range(rows)]
+    peak = _peak(stage.decoder)
+    _decode(stage, requests, 73)
+    for _ in range(5):
+        _decode(stage, requests, 25)
+    held = list(cache_tensors(request["past_key_values"] for request in requests))
+    assert view_bytes(held) == kept.declared_peak == rows * 71 * 8 * 16 * 64 * 2 * expected.itemsize
+    assert storage_bytes(held) <= kept.storage_peak
+    assert peak[0] - storage_bytes(held) == working.storage_peak + joined.storage_peak
+    table.add("qwen3_tts", f"kept per request, {rows} requests", kept.declared_peak, view_bytes(held))
+    table.add(
+        "qwen3_tts",
+        f"storage of one eager call beside the kept caches, {rows} requests",
+        working.storage_peak + joined.storage_peak,
+        peak[0] - storage_bytes(held),
+    )
+
+
+@since(0, 28)
+def test_qwen3_published_row_and_256_rows(qwen3: Any) -> None:
+    stage, config = qwen3
+    config.scheduler_config.max_num_seqs = 256
+    kept = entry(declared(stage, config, 256), "codec_decoder_request")
+    row = {torch.float32: 4.4375, torch.bfloat16: 2.21875}[next(stage.decoder.parameters()).dtype]
+    assert kept.bytes_per_row == row * MiB
+    assert kept.declared_peak == 256 * row * MiB
+    stage.decoder.float()
+    kept = entry(declared(stage, config, 256), "codec_decoder_request")
+    assert (kept.bytes_per_row, kept.declared_peak) == (4.4375 * MiB, 1136 * MiB)
+
+
+@since(0, 28)
+@pytest.mark.parametrize("frames", [72, 125, 250])
+def test_qwen3_view_pins_the_whole_reference(qwen3: Any, table: Table, frames: int) -> None:
+    stage, config = qwen3
+    config.model_config.stage_connector_config["extra"]["ref_code_context_frames"] = frames
+    kept = entry(declared(stage, config), "codec_decoder_request")
+    request: dict[str, Any] = {"prefix_frames": frames}
+    with torch.no_grad():
+        stage.decoder(_codes(stage, 1, frames + 3), request)
+    held = list(cache_tensors([request["past_key_values"]]))
+    assert view_bytes(held) == kept.bytes_per_row
+    assert storage_bytes(held) == kept.storage_per_row
+    table.add(
+        "qwen3_tts", f"storage per request, reference of {frames} frames", kept.storage_per_row, storage_bytes(held)
+    )
+
+
+@since(0, 28)
+def test_qwen3_reference_that_is_not_cut_has_no_known_storage(qwen3: Any) -> None:
+    stage, config = qwen3
+    config.model_config.stage_connector_config["extra"]["codec_left_context_frames"] = 0
+    assert entry(declared(stage, config), "codec_decoder_request").storage_per_row is None
+
+
+@since(0, 28)
+def test_qwen3_request_without_reference_keeps_nothing(qwen3: Any, table: Table) -> None:
+    stage, config = qwen3
+    kept = entry(declared(stage, config), "codec_decoder_request")
+    request: dict[str, Any] = {"prefix_frames": 0}
+    _decode(stage, [request], 1)
+    _decode(stage, [request], 25)
+    assert storage_bytes(cache_tensors([request["past_key_values"]])) == 0
+    assert "without reference audio keeps 0 bytes" in kept.note
+    table.add("qwen3_tts", "request without reference audio", kept.declared_peak, 0, "over-declared: observed 0")
+
+
+@since(0, 28)
+@pytest.mark.parametrize(("limit", "sequences", "rows"), [(4, 64, 4), (4, 2, 2), (0, 64, 64), (None, 64, 64)])
+def test_qwen3_working_copies_are_as_wide_as_one_call(qwen3: Any, limit: Any, sequences: int, rows: int) -> None:
+    stage, config = qwen3
+    config.scheduler_config.max_num_seqs = sequences
+    if limit is not None:
+        config.model_config.stage_connector_config["extra"]["decode_batch_max_size"] = limit
+    found = declared(stage, config, sequences)
+    assert entry(found, "codec_decoder_working_copy").rows == rows
+    assert entry(found, "codec_decoder_batch_copy").rows == rows
+    assert entry(found, "codec_decoder_request").rows == sequences
+
+
+@since(0, 28)
+def test_qwen3_stateless_declares_and_makes_nothing(qwen3_folder: Path, table: Table) -> None:
+    config = omni.qwen3_config(qwen3_folder)
+    config.model_config.async_chunk = False
+    stage = omni.qwen3_stage(config)
+    with omni.installed(omni.MODELS + omni.QWEN3):
+        found = declared(stage, config, 256)
+    assert found.entries == []
+    assert [(i.name, i.owner) for i in found.inert] == [("codec_decoder", "decoder")]
+    with caches_made() as made, torch.no_grad():
+        stage.decoder.batched_chunked_decode(_codes(stage, 2, 90), [90, 40])
+    assert made == []
+    table.add("qwen3_tts", "stateless", 0, 0)
+
+
+@since(0, 28)
+def test_qwen3_unseen_setting_is_said_not_guessed(qwen3: Any) -> None:
+    stage, _ = qwen3
+    kept = entry(declared(stage), "codec_decoder_request")
+    assert "model_config.async_chunk is not visible" in kept.note
+    assert kept.storage_per_row is None
+
+
+@pytest.fixture
+def captured(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stage with a graph wrapper whose captures ran here: the code under capture is real, the recording is not."""
+    stage, config = qwen3
+    segmented = omni.module("qwen3_tts.segmented_graph_wrapper")
+    monkeypatch.setattr(segmented, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    monkeypatch.setattr(segmented, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
+
+    def capture(sizes: list[int]) -> Any:
+        decoder = stage.decoder
+        wrapper = segmented.CUDAGraphDecoderWrapper(
+            decoder, capture_batch_sizes=sizes, num_quantizers=stage._num_quantizers
+        )
+        device, dtype = torch.device("cpu"), next(decoder.parameters()).dtype
+        for rows in sizes:
+            wrapper._capture_icl_prefix(rows, device, torch.long)
+            wrapper._capture_xvec_prefix(rows, device, torch.long)
+            for frames in wrapper.icl_capture_sizes:
+                caches = wrapper._make_dummy_icl_cache(rows, device, dtype)
+                wrapper._capture_combined_suffix("icl", rows, frames, caches, device, torch.long)
+            for frames in wrapper._xvec_previous_frames_by_target:
+                caches = wrapper._make_dummy_xvec_cache(rows, device, dtype)
+                wrapper._capture_combined_suffix("xvec", rows, frames, caches, device, torch.long)
+        decoder._cudagraph_wrapper = wrapper
+        return wrapper
+
+    return stage, config, capture
+
+
+@since(0, 28)
+@pytest.mark.parametrize(("sizes", "rows"), [([1], 5), ([1, 2, 4], 35)])
+def test_qwen3_captures_hold_what_is_declared(captured: Any, table: Table, sizes: list[int], rows: int) -> None:
+    stage, config, capture = captured
+    eager = declared(stage, config, 64)
+    wrapper = capture(sizes)
+    found = declared(stage, config, 64)
+    pool = entry(found, "codec_decoder_graph_pool")
+    states = (wrapper.combined_states, wrapper.icl_prefix_states, wrapper.xvec_prefix_states)
+    held = list(cache_tensors(s["cache"]["past_key_values"] for group in states for s in group.values()))
+    assert pool.rows == rows
+    assert view_bytes(held) == pool.declared_peak
+    assert storage_bytes(held) == pool.storage_peak
+    assert pool.residency == "at_load"
+    # Graphs add the pool; they do not make the kept caches go away.
+    assert entry(found, "codec_decoder_request") == entry(eager, "codec_decoder_request")
+    assert entry(found, "codec_decoder_working_copy").rows == 1
+    table.add("qwen3_tts", f"graph pool, batch sizes {sizes}", pool.declared_peak, view_bytes(held))
+    table.add("qwen3_tts", f"graph pool storage, batch sizes {sizes}", pool.storage_peak, storage_bytes(held))
+
+
+@since(0, 30)
+def test_qwen3_native_declaration_stands_and_ours_corrects_it(qwen3: Any) -> None:
+    stage, config = qwen3
+    # Upstream ties its declaration to the graph wrapper, which enforce_eager does not make.
+    assert stage.decoder.model_local_kv_specs() == []
+    corrected = declared(stage, config, 64)
+    assert all(e.corrected and not e.native for e in corrected.entries)
+    assert len(corrected.entries) == 3
+
+
+@before(0, 28)
+def test_qwen3_old_decoder_is_inert(table: Table) -> None:
+    qwen3 = omni.module(omni.QWEN3)
+    configuration = omni.module("qwen3_tts.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2")
+    config = configuration.Qwen3TTSTokenizerV2Config(decoder_config=omni.QWEN3_WIDTHS).decoder_config
+    decoder = qwen3.Qwen3TTSTokenizerV2Decoder._from_config(config).eval()
+    with omni.installed(omni.MODELS + omni.QWEN3):
+        found = declared(decoder, SimpleNamespace(model_config=SimpleNamespace(async_chunk=True)), 256)
+    assert found.entries == []
+    assert "stateless" in found.inert[0].reason
+    with caches_made() as made, torch.no_grad():
+        decoder.chunked_decode(torch.randint(0, 16, (1, 4, 90)))
+    assert made == []
+    table.add("qwen3_tts", "inert: a decode makes no cache", 0, 0)
+
+
+# --- MiMo-Audio ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mimo() -> Iterator[Any]:
+    with omni.installed(omni.MODELS + omni.MIMO):
+        yield omni.mimo_model()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_mimo_calls_hold_what_is_declared(mimo: Any, table: Table, rows: int) -> None:
+    found = declared(mimo, max_num_seqs=rows)
+    decode, encode = omni.mimo_caches(mimo, rows)
+    for name, cache, row in (
+        ("local_transformer", decode, 704 * KiB),
+        ("input_local_transformer", encode, 96 * KiB),
+    ):
+        one = entry(found, name)
+        held = list(cache_tensors([cache]))
+        assert one.bytes_per_row == row
+        assert view_bytes(held) == storage_bytes(held) == one.declared_peak == one.storage_peak == rows * row
+        table.add("mimo_audio", f"{name}, {rows} rows", one.declared_peak, storage_bytes(held))
+
+
+def test_mimo_buckets_hold_what_is_declared(mimo: Any, table: Table) -> None:
+    sizes = omni.module(omni.MIMO).MIMO_CUDAGRAPH_BATCH_SIZES
+    held = [omni.mimo_caches(mimo, rows) for rows in sizes]
+    omni.mimo_captured(mimo)
+    try:
+        found = declared(mimo, max_num_seqs=1)
+    finally:
+        mimo.local_forward_cg_by_bs.clear()
+        mimo.input_local_transformer_cg_by_bs.clear()
+    for name, caches, mebibytes in (
+        ("local_transformer_graph_pool", [d for d, _ in held], 179.4375),
+        ("input_local_transformer_graph_pool", [e for _, e in held], 24.46875),
+    ):
+        pool = entry(found, name)
+        measured = storage_bytes(cache_tensors(caches))
+        assert pool.rows == 261
+        assert measured == pool.declared_peak == mebibytes * MiB
+        assert pool.residency == "graph_pool"
+        if RELEASE < (0, 20):
+            assert "a graph pool of its own" in pool.note
+        else:
+            assert "share one graph pool" in pool.note and "between 128 and 261 rows" in pool.note
+        table.add("mimo_audio", f"{name}, all buckets", pool.declared_peak, measured, "one cache per bucket, run here")
+
+
+def test_mimo_prefill_rows_come_from_the_batched_tokens(mimo: Any) -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
+    assert entry(declared(mimo, config), "input_local_transformer").rows == 2048
+    assert "not visible here" in entry(declared(mimo), "input_local_transformer").note
+
+
+# --- MiniCPM-o ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def minicpm() -> Iterator[Any]:
+    if RELEASE < (0, 22):
+        pytest.skip(f"vLLM-Omni {RELEASE} has no MiniCPM-o 4.5")
+    encoder = omni.minicpm_encoder()
+    with omni.installed(omni.MODELS + omni.MINICPM):
+        yield encoder
+
+
+@since(0, 28)
+def test_minicpm_session_holds_what_is_declared(minicpm: Any, table: Table) -> None:
+    config = omni.duplex_config(session_mode="duplex", duplex_max_sessions=4)
+    session = entry(declared(minicpm, config, 64), "whisper_encoder_self_attn")
+    cache = omni.minicpm_stream(minicpm, 30)
+    held = list(cache_tensors([cache.self_attention_cache]))
+    assert not cache.cross_attention_cache.layers
+    assert view_bytes(held) == storage_bytes(held) == session.bytes_per_row == session.storage_per_row == 140.625 * MiB
+    assert (session.rows, session.declared_peak) == (4, 562.5 * MiB)
+    table.add("minicpm_o", "one duplex session, 1500 positions", session.bytes_per_row, storage_bytes(held))
+
+
+@since(0, 28)
+def test_minicpm_turn_mode_declares_nothing(minicpm: Any) -> None:
+    found = declared(minicpm, omni.duplex_config(session_mode="turn", duplex_max_sessions=1), 64)
+    assert found.entries == []
+    assert "'turn'" in found.inert[0].reason
+
+
+@since(0, 28)
+def test_minicpm_unseen_mode_is_said_not_guessed(minicpm: Any) -> None:
+    session = entry(declared(minicpm, None, 64), "whisper_encoder_self_attn")
+    assert session.rows == 1
+    assert "not visible" in session.rows_reason and "duplex mode only" in session.note
+
+
+@before(0, 28)
+def test_minicpm_old_encoder_keeps_nothing(minicpm: Any, table: Table) -> None:
+    found = declared(minicpm, omni.duplex_config(session_mode="duplex", duplex_max_sessions=4), 64)
+    assert found.entries == []
+    expected = "no streaming audio path" if RELEASE < (0, 26) else "lost after every chunk"
+    assert expected in found.inert[0].reason
+    if RELEASE >= (0, 26):
+        cache = omni.minicpm_stream(minicpm, 2)
+        tensors = [] if cache is None else list(cache_tensors([cache.self_attention_cache]))
+        assert storage_bytes(tensors) == 0
+    table.add("minicpm_o", f"inert: {found.inert[0].reason}", 0, 0)
+
+
+# --- ming-flash-omni ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ming() -> Iterator[Any]:
+    if RELEASE < (0, 20):
+        pytest.skip(f"vLLM-Omni {RELEASE} has no ming-flash-omni")
+    modules = ("ming_flash_omni.talker_module", "ming_flash_omni.ming_flash_omni_talker")
+    with omni.installed(*(omni.MODELS + name for name in modules)):
+        yield omni.ming_generator()
+
+
+def test_ming_static_cache_holds_what_is_declared(ming: Any, table: Table) -> None:
+    found = declared(ming, max_num_seqs=64)
+    one = entry(found, "talker_llm_static_cache")
+    assert (one.rows, one.declared_peak, one.storage_peak) == (1, 24 * MiB, 24 * MiB)
+    cache, _ = ming._init_kv_cache(True, torch.device("cpu"), torch.bfloat16)
+    assert storage_bytes(cache_tensors([cache])) == 0
+    with torch.no_grad():
+        ming._model(inputs_embeds=torch.zeros(1, 5, 896, dtype=torch.bfloat16), past_key_values=cache, use_cache=True)
+    held = list(cache_tensors([cache]))
+    assert storage_bytes(held) == view_bytes(held) == one.declared_peak
+    table.add("ming_talker", "static cache after the prefill", one.declared_peak, storage_bytes(held))
+
+
+def test_ming_talker_answers_for_its_generator(ming: Any) -> None:
+    talker_class = omni.module("ming_flash_omni.ming_flash_omni_talker").MingFlashOmniTalkerForConditionalGeneration
+    talker = talker_class.__new__(talker_class)
+    torch.nn.Module.__init__(talker)
+    talker.audio_generator = ming
+    parent = torch.nn.Module()
+    parent.talker = talker
+    found = declared(parent, max_num_seqs=64)
+    assert [(e.owner, e.declared_peak) for e in found.entries] == [("talker", 24 * MiB)]
+    talker.audio_generator = None
+    assert declared(parent).entries == []
+
+
+# --- the sum of the four ------------------------------------------------------------------------------------------
+
+
+@since(0, 28)
+def test_four_families_add_up(mimo: Any, minicpm: Any, ming: Any, table: Table) -> None:
+    """261 fixed and 8 per-sequence rows of 704 KiB, one session, one talker: 349.5625 MiB."""
+    omni.mimo_captured(mimo)
+    try:
+        found = [*declared(mimo, max_num_seqs=8).entries]
+    finally:
+        mimo.local_forward_cg_by_bs.clear()
+        mimo.input_local_transformer_cg_by_bs.clear()
+    found += declared(minicpm, omni.duplex_config(session_mode="duplex", duplex_max_sessions=1), 8).entries
+    found += declared(ming, max_num_seqs=8).entries
+    peaks = {e.name: e.declared_peak for e in found if not e.name.startswith("input_")}
+    assert peaks == {
+        "local_transformer": 5.5 * MiB,
+        "local_transformer_graph_pool": 179.4375 * MiB,
+        "whisper_encoder_self_attn": 140.625 * MiB,
+        "talker_llm_static_cache": 24 * MiB,
+    }
+    assert sum(peaks.values()) == 349.5625 * MiB
+    assert all(e.rows_reason for e in found if e.row_driver == "fixed")
+    table.add("all four", "8 sequences, one session", sum(peaks.values()), int(349.5625 * MiB), "sum of measured rows")
