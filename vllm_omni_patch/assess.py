@@ -14,7 +14,7 @@ from vllm_omni_patch.checker import Question, judge
 from vllm_omni_patch.matrix import Decision, decide_view
 from vllm_omni_patch.patch import Patch, Target
 from vllm_omni_patch.releases import Release
-from vllm_omni_patch.table import Row, for_patch, release_key
+from vllm_omni_patch.table import Row, for_patch
 from vllm_omni_patch.upgrade import Change
 
 Action = Literal["applied", "stands aside", "skipped", "not there", "not installed"]
@@ -115,8 +115,3 @@ def _with_groups(found: list[Assessment]) -> list[Assessment]:
             one = replace(one, action="skipped", why=why, faulty=True)
         told.append(one)
     return told
-
-
-def is_listed(patch: Patch, distribution: str, release: str) -> bool:
-    """Some target of ``patch`` in ``distribution`` has a row for ``release``."""
-    return (release_key(release) or "") in for_patch(patch).releases.get(distribution, [])

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from vllm_omni_patch import discover, flags, installed, matrix_print, table
-from vllm_omni_patch.assess import Assessment, assess, assess_release, is_listed, without_effect
+from vllm_omni_patch.assess import Assessment, assess, assess_release, without_effect
 from vllm_omni_patch.checker import Question, rebuild
 from vllm_omni_patch.matrix_text import markdown_table, plain_spans
 from vllm_omni_patch.patch import Patch, Target
@@ -171,7 +171,7 @@ def _judge_releases(
         for patch in patches:
             own = [target for target in patch.targets if target.distribution == release.distribution]
             here = assess_release(patch, own, release)
-            listed = is_listed(patch, release.distribution, release.release)
+            listed = table.for_patch(patch).lists(release.distribution, release.release)
             for one, target in zip(here, own, strict=True):
                 change = compare(Question(patch.name, target), base, release, listed) if base else None
                 assessed.append(replace(one, change=change))
@@ -293,7 +293,7 @@ def _print_table(patches: Sequence[Patch], format: Format) -> int:
         print(markdown_table(held), end="")
         return 0
     lines = []
-    for patch, target in dict.fromkeys((row.patch, row.target) for row in rows):
+    for patch, target in held.targets():
         for releases, verdict, reason in plain_spans(held, patch, target):
             lines.append((patch, target, releases, verdict, reason))
     matrix_print.grid(("patch", "target", "releases", "verdict", "reason"), lines)

@@ -16,15 +16,14 @@ _HEADINGS = {"applies": "applies", "native": "upstream has it", "drifted": "chan
 def markdown_table(table: Table | None = None) -> str:
     """One line per target: over which releases it applies, is native, has drifted or is not there.
 
-    Targets of a patch whose lines would be equal but for the name are counted on one line. ``live`` releases are
-    those on which a run of a real engine proved the row.
+    The last column holds the releases on which a run of a real engine proved it.
     """
     table = load() if table is None else table
     lines = [
         f"| patch | target | distribution | {' | '.join(_HEADINGS.values())} | proved live |",
         f"|---|---|---|{'---|' * (len(_HEADINGS) + 1)}",
     ]
-    for patch, target in dict.fromkeys((row.patch, row.target) for row in table.rows()):
+    for patch, target in table.targets():
         rows = table.target_rows(patch, target)
         module, _, qualname = target.partition(":")
         cells = [ranges([r for r in rows if r.verdict == verdict], rows) for verdict in _HEADINGS]

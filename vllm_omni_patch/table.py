@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.utils import canonicalize_version
 from packaging.version import InvalidVersion, Version
 
 from vllm_omni_patch import ledger
@@ -69,7 +70,7 @@ class MatrixError(RuntimeError):
 
 
 def release_key(release: str | None) -> str | None:
-    """``release`` as the matrix lists it: normalised, without a local part. ``None`` for what is no release.
+    """What ``release`` is looked up by: its number without a local part. ``None`` for what is no release.
 
     A development build is no release: its number is a guess about the next one, and says nothing about its code.
     """
@@ -77,7 +78,7 @@ def release_key(release: str | None) -> str | None:
         version = Version(release or "")
     except InvalidVersion:
         return None
-    return None if version.is_devrelease else version.public
+    return None if version.is_devrelease else canonicalize_version(version.public)
 
 
 def ordered(releases: Iterable[str]) -> list[str]:
@@ -95,16 +96,24 @@ class Table:
         self.releases = {name: ordered(listed) for name, listed in (releases or {}).items()}
         self._rows: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
-            self._rows.setdefault((row.patch, row.target), {})[row.release] = row
+            self._rows.setdefault((row.patch, row.target), {})[release_key(row.release) or row.release] = row
+
+    def targets(self) -> list[tuple[str, str]]:
+        """(patch, target) of every target that has rows, one patch after the other."""
+        patches = list(dict.fromkeys(patch for patch, _ in self._rows))
+        return sorted(self._rows, key=lambda key: patches.index(key[0]))
 
     def rows(self) -> list[Row]:
-        """Every row, by patch and target in the order of the file, from the oldest release to the newest."""
-        return [row for key in self._rows for row in self.target_rows(*key)]
+        """Every row, by patch and target, from the oldest release to the newest."""
+        return [row for key in self.targets() for row in self.target_rows(*key)]
+
+    def lists(self, distribution: str, release: str | None) -> bool:
+        """``release`` of ``distribution`` is among those that were judged."""
+        return release_key(release) in {release_key(listed) for listed in self.releases.get(distribution, ())}
 
     def target_rows(self, patch: str, target: str) -> list[Row]:
         """Rows of one target (``"module:qualified.name"``), from the oldest release to the newest."""
-        held = self._rows.get((patch, target), {})
-        return [held[release] for release in ordered(held)]
+        return sorted(self._rows.get((patch, target), {}).values(), key=lambda row: Version(row.release))
 
     def row(self, patch: str, target: str, release: str | None) -> Row | None:
         """The row for ``release``, whose local part does not count; ``None`` when it is not listed."""
@@ -177,7 +186,7 @@ def _expand(data: dict[str, Any], releases: dict[str, list[str]]) -> Iterable[Ro
 def dump(table: Table) -> str:
     """The text of a matrix file: neighbouring releases with equal rows are one range, one line each."""
     patches: dict[str, dict[str, Any]] = {}
-    for patch, target in table._rows:
+    for patch, target in table.targets():
         rows = table.target_rows(patch, target)
         listed = table.releases.get(rows[0].distribution, [])
         entry: dict[str, Any] = {"distribution": rows[0].distribution}
@@ -291,7 +300,7 @@ def live_rows(path: str | Path = LIVE) -> list[LiveRow]:
         return [
             LiveRow(
                 run.get("distribution", "vllm"),
-                release_key(run["release"]) or run["release"],
+                run["release"],
                 patch,
                 result["result"] == "pass",
                 tuple(result.get("targets", ())),
@@ -305,11 +314,11 @@ def live_rows(path: str | Path = LIVE) -> list[LiveRow]:
 
 def with_live(table: Table, runs: Iterable[LiveRow]) -> Table:
     """``table`` with evidence ``live`` on the rows that a passed run proves."""
-    proved = {(run.patch, target, run.release) for run in runs if run.passed for target in run.applied}
+    proved = {(run.patch, target, release_key(run.release)) for run in runs if run.passed for target in run.applied}
     return Table(
         [
             replace(row, evidence="live")
-            if row.verdict == "applies" and (row.patch, row.target, row.release) in proved
+            if row.verdict == "applies" and (row.patch, row.target, release_key(row.release)) in proved
             else row
             for row in table.rows()
         ],
@@ -322,7 +331,9 @@ def contradictions(table: Table, runs: Iterable[LiveRow]) -> list[str]:
     """Where a run and the table say opposite things: applied against not applicable, or not passed against applies."""
     found = []
     for run in runs:
-        rows = {row.target: row for row in table.rows() if row.patch == run.patch and row.release == run.release}
+        targets = [target for patch, target in table.targets() if patch == run.patch]
+        found_rows = {target: table.row(run.patch, target, run.release) for target in targets}
+        rows = {target: row for target, row in found_rows.items() if row is not None}
         for target in run.applied:
             row = rows.get(target)
             if row is None or row.verdict != "applies":

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gating: what is done with a target on listed, unlisted, development and changed builds, and on a broken matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_omni_patch import discover, flags, matrix, matrix_text, table
+from vllm_omni_patch.contract import fingerprint
+from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
+from vllm_omni_patch.table import LiveRow, Row, Table
+
+CODE = "class Worker:\n    def load(self, name, size=1):\n        self.loaded = name\n        return size\n"
+OTHER = CODE.replace("return size", "return size + 1")
+BROKEN = CODE.replace("name, size=1", "name, size")
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(flags.UNLISTED.name, raising=False)
+
+
+def module(folder: Path, text: str = CODE):
+    name = f"worker_{next(_numbers)}"
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def target(**changes) -> Target:
+    contract = Contract(parameters=(Parameter("name"),), class_attributes=("loaded",))
+    return dataclasses.replace(Target("vllm.worker", "Worker.load", "x.y:install", contract=contract), **changes)
+
+
+def row(release: str, verdict: str = "applies", code: str = CODE, reason: str = "") -> Row:
+    digest = fingerprint(code, "Worker.load") if verdict != "absent" else ""
+    return Row("demo", "vllm.worker:Worker.load", "vllm", release, verdict, reason, digest)
+
+
+ROWS = [
+    row("0.10.0", "absent", reason="there is no module vllm.worker"),
+    row("0.11.0", code=OTHER.replace("+ 1", "+ 2")),
+    row("0.12.0"),
+    row("0.13.0", "drifted", reason="Worker.load has no parameter name"),
+    row("0.14.0", "native", reason="upstream has it"),
+]
+
+
+def patch(folder: Path, rows=ROWS, text: str | None = None, **changes) -> Patch:
+    path = folder / f"matrix-{next(_numbers)}.json"
+    if text is None:
+        releases = {"vllm": [r.release for r in rows]}
+        text = table.dump(Table(rows, releases))
+    path.write_text(text)
+    return Patch("demo", "", "", "", "", "", "adds", (target(**changes),), matrix=str(path))
+
+
+def decide(folder, release, text=CODE, **changes):
+    declared = patch(folder, **changes)
+    return matrix.decide(declared, declared.targets[0], release, module(folder, text))
+
+
+@pytest.mark.parametrize("release", ["0.12.0", "0.12", "0.12.0+cpu", "0.12.0+cu129", "0.12.0+empty"])
+def test_a_listed_release_is_looked_up_without_its_local_part(tmp_path, release):
+    # The code is another than the one that was judged: on a listed release the contract alone decides.
+    decision = decide(tmp_path, release, OTHER)
+    assert (decision.verdict, decision.apply, decision.like) == ("applies", True, None)
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        "0.15.0",
+        "0.12.1.dev3+gabc",
+        "0.12.0.dev3",
+        "0.12.0rc1",
+        "0.12.0.post1",
+        "0.9.0",
+        "dev",
+        "",
+        None,
+        "not a version",
+    ],
+)
+def test_an_unlisted_release_with_the_code_of_a_listed_one_is_judged_as_that(tmp_path, release):
+    decision = decide(tmp_path, release)
+    assert (decision.verdict, decision.apply, decision.like, decision.level) == ("applies", True, "0.12.0", "info")
+    assert "0.12.0" in decision.reason
+
+
+@pytest.mark.parametrize("release", ["0.15.0", "0.12.1.dev3+gabc", "0.12.0.dev1", "dev", None])
+def test_an_unlisted_release_with_other_code_is_skipped_with_a_way_out(tmp_path, release):
+    decision = decide(tmp_path, release, OTHER)
+    assert (decision.verdict, decision.apply, decision.level) == ("unlisted", False, "warning")
+    assert f"vllm {release or 'of unknown version'} is not listed" in decision.reason
+    assert "the last listed release is 0.14.0" in decision.reason
+    assert "VLLM_OMNI_PATCH_UNLISTED=apply" in decision.reason
+
+
+def test_the_override(tmp_path, monkeypatch):
+    monkeypatch.setenv(flags.UNLISTED.name, "apply")
+    decision = decide(tmp_path, "0.15.0", OTHER)
+    assert (decision.verdict, decision.apply, decision.level) == ("unlisted", True, "warning")
+    monkeypatch.setenv(flags.UNLISTED.name, "skip")
+    decision = decide(tmp_path, "0.15.0", OTHER)
+    assert (decision.verdict, decision.apply, decision.level) == ("unlisted", False, "info")
+    # Code that is known is no guess, so there is nothing to override.
+    assert decide(tmp_path, "0.15.0").apply
+    monkeypatch.setenv(flags.UNLISTED.name, "perhaps")
+    with pytest.raises(flags.FlagError, match=r"perhaps.*use apply, skip"):
+        decide(tmp_path, "0.15.0")
+
+
+@pytest.mark.parametrize("release", ["0.12.0", "0.15.0", "dev"])
+@pytest.mark.parametrize("override", ["", "apply"])
+def test_a_broken_contract_is_never_hooked(tmp_path, monkeypatch, release, override):
+    monkeypatch.setenv(flags.UNLISTED.name, override)
+    decision = decide(tmp_path, release, BROKEN)
+    assert (decision.verdict, decision.apply, decision.level) == ("drifted", False, "warning")
+    assert "further required parameter size" in decision.reason
+
+
+def test_listed_as_absent_drifted_or_native(tmp_path):
+    assert decide(tmp_path, "0.10.0").verdict == "absent"
+    assert decide(tmp_path, "0.10.0").level == "warning"
+    assert decide(tmp_path, "0.10.0", optional=True).level == "info"
+    drifted = decide(tmp_path, "0.13.0")
+    assert (drifted.verdict, drifted.apply) == ("drifted", False)
+    assert "no parameter name" in drifted.reason
+    # Listed as native, and this build shows no sign of it: neither hooked nor called native.
+    native = decide(tmp_path, "0.14.0")
+    assert (native.verdict, native.apply, native.level) == ("drifted", False, "warning")
+    assert "no sign of it" in native.reason
+
+
+@pytest.mark.parametrize("release", ["0.12.0", "0.12.0+vendor", "0.15.0", "dev", "0.14.0"])
+def test_a_backport_is_seen_on_the_live_object(tmp_path, monkeypatch, release):
+    monkeypatch.setenv(flags.UNLISTED.name, "apply")
+    signs = Native(base_methods=("load_cached",), strings=("CachedWorker",), reason="vendor backport")
+    by_method = CODE + "    def load_cached(self): ...\n"
+    by_string = CODE + "REGISTRY = {'CachedWorker': 1}\n"
+    for text in (by_method, by_string):
+        decision = decide(tmp_path, release, text, native=signs)
+        assert (decision.verdict, decision.apply, decision.level) == ("native", False, "info")
+        assert "vendor backport" in decision.reason
+    assert decide(tmp_path, "0.12.0", native=signs).verdict == "applies"
+
+
+def test_the_target_is_gone(tmp_path):
+    moved = "from elsewhere_that_is_not_there import Worker\n".replace("elsewhere_that_is_not_there", "queue")
+    moved = moved.replace("Worker", "Queue as Worker")
+    for text in ("class Other: ...\n", "class Worker: ...\n", moved):
+        listed = decide(tmp_path, "0.12.0", text)
+        assert (listed.verdict, listed.apply, listed.level) == ("drifted", False, "warning")
+        unlisted = decide(tmp_path, "0.15.0", text, optional=True)
+        assert (unlisted.verdict, unlisted.apply, unlisted.level) == ("absent", False, "info")
+
+
+def test_a_module_without_text_has_no_fingerprint(tmp_path):
+    made = module(tmp_path)
+    Path(made.__file__).unlink()
+    declared = patch(tmp_path)
+    assert matrix.live_fingerprint(made, "Worker.load") == ""
+    assert matrix.decide(declared, declared.targets[0], "0.15.0", made).verdict == "unlisted"
+    assert matrix.decide(declared, declared.targets[0], "0.12.0", made).apply
+
+
+def test_only_code_on_which_the_target_applied_is_trusted(tmp_path):
+    rows = [row("0.12.0", "drifted", reason="it is odd"), row("0.13.0", "native", reason="has it")]
+    assert decide(tmp_path, "0.15.0", rows=rows).verdict == "unlisted"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"format": 1}', '{"format": 99, "releases": {}, "patches": {}}', "null", "\x00\x01",
+     '{"format": 1, "releases": {"vllm": ["0.12.0"]}, "patches": {"demo": {"a:b": {"distribution": "vllm", '
+     '"ranges": [{"from": "0.99.0", "verdict": "applies"}]}}}}',
+     '{"format": 1, "releases": {"vllm": ["0.12.0"]}, "patches": {"demo": {"a:b": {"distribution": "vllm", '
+     '"ranges": [{"from": "0.12.0", "verdict": "perhaps"}]}}}}',
+     '{"format": 1, "releases": {"vllm": ["twelve"]}, "patches": {}}'],
+)  # fmt: skip
+def test_an_unreadable_matrix_lists_nothing_and_says_so(tmp_path, text, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    declared = patch(tmp_path, text=text)
+    made = module(tmp_path)
+    for _ in range(3):
+        decision = matrix.decide(declared, declared.targets[0], "0.12.0", made)
+    assert (decision.verdict, decision.apply) == ("unlisted", False)
+    assert declared.matrix in decision.reason
+    assert "matrix --update" in decision.reason
+    assert len([r for r in caplog.records if declared.matrix in r.getMessage()]) == 1
+    monkeypatch.setenv(flags.UNLISTED.name, "apply")
+    assert matrix.decide(declared, declared.targets[0], "0.12.0", made).apply
+
+
+def test_a_missing_matrix_is_the_same(tmp_path):
+    declared = dataclasses.replace(patch(tmp_path), matrix=str(tmp_path / "nowhere.json"))
+    decision = matrix.decide(declared, declared.targets[0], "0.12.0", module(tmp_path))
+    assert (decision.verdict, decision.apply) == ("unlisted", False)
+    assert "nowhere.json cannot be read" in decision.reason
+
+
+def test_a_target_without_rows_is_told_apart_from_a_new_release(tmp_path):
+    declared = patch(tmp_path, rows=[])
+    decision = matrix.decide(declared, declared.targets[0], "0.12.0", module(tmp_path))
+    assert (decision.verdict, decision.apply) == ("unlisted", False)
+    assert "no row for this target" in decision.reason
+
+
+# -- the file
+
+VERSIONS = ["0.9.0", "0.10.0", "0.10.1", "0.11.0rc1", "0.11.0"]
+ANY_ROWS = st.lists(
+    st.builds(
+        Row,
+        st.sampled_from(["p", "q"]),
+        st.sampled_from(["m:a", "m:B.c"]),
+        st.just("vllm"),
+        st.sampled_from(VERSIONS),
+        st.sampled_from(table.VERDICTS),
+        st.sampled_from(["", "because"]),
+        st.sampled_from(["", "00ff00ff00ff00ff"]),
+    ),
+    unique_by=lambda r: (r.patch, r.target, r.release),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ANY_ROWS)
+def test_a_table_survives_its_file(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("table") / "matrix.json"
+    made = Table(rows, {"vllm": VERSIONS})
+    path.write_text(table.dump(made))
+    again = table.read(path)
+    assert again.rows() == made.rows()
+    assert again.releases == made.releases
+    assert table.dump(again) == table.dump(made)
+
+
+def test_evidence_from_runs(tmp_path):
+    runs = tmp_path / "live.json"
+    applied = {"result": "pass", "targets": ["vllm.worker:Worker.load"]}
+    runs.write_text(json.dumps([{"release": "0.12.0+cpu", "patches": {"demo": applied, "other": {"result": "fail"}}}]))
+    rows = table.live_rows(runs)
+    held = table.with_live(Table(ROWS), rows)
+    assert [r.evidence for r in held.rows()] == ["static", "static", "live", "static", "static"]
+    assert table.contradictions(held, rows) == []
+    runs.write_text('{"release": 1}')
+    with pytest.raises(table.MatrixError, match=r"live_matrix\.py"):
+        table.live_rows(runs)
+    assert table.live_rows(tmp_path / "none.json") == []
+
+
+def test_contradictions_are_found():
+    name = "vllm.worker:Worker.load"
+    said = table.contradictions(
+        Table(ROWS),
+        [
+            LiveRow("vllm", "0.13.0", "demo", True, (name,)),
+            LiveRow("vllm", "0.12.0", "demo", False),
+            LiveRow("vllm", "0.12.0", "demo", True, ("vllm.worker:Other",)),
+            LiveRow("vllm", "0.11.0", "demo", True, (name,)),
+            LiveRow("vllm", "0.10.0", "demo", False),
+        ],
+    )
+    assert len(said) == 3
+    assert "applied on 0.13.0; the matrix says drifted" in said[0]
+    assert "did not pass on 0.12.0" in said[1]
+    assert "the matrix says nothing" in said[2]
+
+
+def test_the_page(tmp_path):
+    text = matrix_text.markdown_table(
+        table.with_live(Table(ROWS), [LiveRow("vllm", "0.12.0", "demo", True, (ROWS[0].target,))])
+    )
+    assert text.splitlines()[2] == (
+        "| demo | `Worker.load` in `vllm.worker` | vllm | 0.11.0 to 0.12.0 | 0.14.0 | 0.13.0 | 0.10.0 | 0.12.0 |"
+    )
+    page = f"before\n{matrix_text.BEGIN}\nold\n{matrix_text.END}\nafter\n"
+    once = matrix_text.with_table(page, Table(ROWS))
+    assert "old" not in once and once.startswith("before\n") and once.endswith("\nafter\n")
+    assert matrix_text.with_table(once, Table(ROWS)) == once
+    with pytest.raises(ValueError, match="matrix: end"):
+        matrix_text.with_table("no markers", Table(ROWS))
+
+
+# -- what is shipped
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Table:
+    return table.read(table.MATRIX)
+
+
+def ours() -> list[Patch]:
+    return [one.patch for one in discover.find() if one.patch and one.distribution == discover.OWN_DISTRIBUTION]
+
+
+def test_the_matrix_covers_every_target_on_every_release(shipped):
+    assert len(shipped.releases["vllm"]) == 36
+    assert shipped.releases["vllm"][0] == "0.10.2"
+    assert shipped.releases["vllm"][-1] == "0.33.0"
+    assert shipped.releases["vllm-omni"][0] == "0.14.0"
+    wanted = {
+        (p.name, t.name, release)
+        for p in ours()
+        for t in p.targets
+        for release in (
+            shipped.releases[t.distribution] if t.evidence == "static" else [d.release for d in t.documented]
+        )
+    }
+    held = {(r.patch, r.target, r.release) for r in shipped.rows()}
+    assert held - wanted == set(), "rows of targets that nobody declares: run vllm-omni-patch matrix --update"
+    assert wanted - held == set(), "targets without rows: run vllm-omni-patch matrix --update"
+
+
+def test_every_row_gives_its_reason_and_its_code(shipped):
+    for r in shipped.rows():
+        assert r.reason or r.verdict == "applies", r
+        if r.evidence == "static" and r.verdict == "applies":
+            assert len(r.fingerprint) == 16, r
+
+
+def test_the_file_is_as_the_checker_writes_it(shipped):
+    assert table.dump(shipped) == table.MATRIX.read_text("utf-8")
+
+
+def test_runs_and_table_never_contradict_each_other(shipped):
+    assert table.contradictions(shipped, table.live_rows()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "verdict"),
+    [
+        # From the sources of these releases: the encoder-cache factory came with 0.11.1, model runner V2 with 0.12.0.
+        ("vllm.distributed.ec_transfer.ec_connector.factory:ECConnectorFactory", "0.11.0", "absent"),
+        ("vllm.distributed.ec_transfer.ec_connector.factory:ECConnectorFactory", "0.11.1", "applies"),
+        ("vllm.distributed.ec_transfer.ec_connector.factory:ECConnectorFactory", "0.33.0", "applies"),
+        ("vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model", "0.11.2", "absent"),
+        ("vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model", "0.12.0", "applies"),
+        ("vllm.v1.worker.gpu_worker:Worker.determine_available_memory", "0.10.2", "applies"),
+        # XPUWorker has had a method of its own up to 0.15.1 and inherits its parent's since.
+        ("vllm.v1.worker.xpu_worker:XPUWorker.determine_available_memory", "0.15.1", "applies"),
+        ("vllm.v1.worker.xpu_worker:XPUWorker.determine_available_memory", "0.16.0", "absent"),
+    ],
+)
+def test_known_facts(shipped, name, release, verdict):
+    rows = [r for r in shipped.rows() if r.target == name and r.release == release]
+    assert [r.verdict for r in rows] == [verdict]
+
+
+def test_code_that_is_known_to_be_the_same_has_one_fingerprint(shipped):
+    factory = shipped.target_rows(
+        "ec_connector", "vllm.distributed.ec_transfer.ec_connector.factory:ECConnectorFactory"
+    )
+    assert len({r.fingerprint for r in factory if r.verdict == "applies"}) == 1
+    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model"
+    spans = table.spans(shipped.target_rows("model_local_kv", runner))
+    assert ["0.11.1", "0.11.2"] in [[r.release for r in span] for span in spans]
+    assert ["0.32.0", "0.33.0"] in [[r.release for r in span] for span in spans]
