@@ -103,6 +103,10 @@ class Watch:
             self._call(callbacks, module)
         return hidden
 
+    def renew_lock(self) -> None:
+        """For a forked child: a lock that no thread of its parent holds."""
+        self._lock = threading.RLock()
+
     def missed(self) -> list[str]:
         """Watched modules that are imported and were not handed to their callbacks."""
         with self._lock:

@@ -271,21 +271,22 @@ class Loader:
             ledger.say(level, text)
 
     def inspect(self) -> None:
-        """Look again at what is applied: who wrapped it since, who replaced it, where the original is still in use."""
-        for done in list(self.applied.values()):
-            entry = self._state(done.patch, done.target)
-            if entry is None or entry.state != "applied":
-                continue
-            current = done.current()
-            home = done.target.module.partition(".")[0]
-            if done.is_wrapper:
-                entry.foreign = layers.foreign(current, home)
-                if layers.depth(current, done.patch.name) == 0:
-                    by = "; ".join(entry.foreign) or "our wrapper is gone"
-                    entry.state, entry.reason = "failed", f"replaced after it was applied: {by}"
-                entry.partial = layers.overrides(done.hook.owner, done.hook.attribute) + layers.copies(
-                    done.hook.original, done.hook.owner, done.hook.attribute
-                )
+        """Look again: who wrapped a target since, who replaced it, where the original is still in use."""
+        missed = self.watch.missed()
+        for entry in ledger.entries():
+            done = self.applied.get((entry.patch, entry.target))
+            if entry.state == "pending" and entry.target.partition(":")[0] in missed:
+                entry.reason = "its module is imported and was not shown to us; it is hooked when an engine starts"
+            elif entry.state == "applied" and done is not None and done.is_wrapper:
+                self._inspect(entry, done)
+
+    def _inspect(self, entry: Entry, done: apply.Installed) -> None:
+        current, owner, attribute = done.current(), done.hook.owner, done.hook.attribute
+        entry.foreign = layers.foreign(current, done.target.module.partition(".")[0])
+        entry.partial = layers.overrides(owner, attribute) + layers.copies(done.hook.original, owner, attribute)
+        if layers.depth(current, entry.patch) == 0:
+            by = "; ".join(entry.foreign) or "our wrapper is gone"
+            entry.state, entry.reason = "failed", f"replaced after it was applied: {by}"
 
     # -- moments
 
@@ -307,9 +308,17 @@ class Loader:
 def start(road: str) -> Watch:
     """Begin stage 2 in this process; returns what answers look-ups from now on. Called once, by ``startup.begin``."""
     global _loader
+    os.register_at_fork(after_in_child=_after_fork)
     _loader = Loader(road)
     _loader.begin()
     return _loader.watch
+
+
+def _after_fork() -> None:
+    """Another thread may have held these locks; it does not exist in the child."""
+    startup.renew_lock()
+    if _loader is not None:
+        _loader.watch.renew_lock()
 
 
 def current() -> Loader | None:

@@ -116,6 +116,14 @@ def begin(road: str) -> None:
         _lock.release()
 
 
+def renew_lock() -> None:
+    """For a forked child: a lock that no thread of its parent holds."""
+    global _lock, _busy
+    import _thread
+
+    _lock, _busy = _thread.allocate_lock(), 0
+
+
 def stand_first() -> None:
     """Put our finder first as well: a tool in front of it answers for modules that we wait for."""
     import sys

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict mode stops the engine from vLLM's plugin loading, with the list; never from an import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_house import House
+
+LOAD = "vllm.worker:Worker.load"
+START = """
+import vllm, vllm.plugins
+try:
+    vllm.plugins.load_general_plugins()
+    show("")
+except Exception as error:
+    show(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+def start(house: House, flag: str = "probe", code: str = "", **env: str) -> str:
+    return str(house.run(code, START, flag=flag, VLLM_OMNI_PATCH_STRICT="1", **env).value)
+
+
+def test_nothing_is_wrong_where_everything_will_apply(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load"), T("vllm.absent", "X", optional=True)', [LOAD])
+    assert start(house) == ""
+    assert start(house, code="import vllm.worker") == ""
+
+
+def test_a_target_is_judged_before_its_module_is_imported(house: House) -> None:
+    contract = 'Contract(parameters=(Parameter("other"),))'
+    house.patch("probe", f'T("vllm.worker", "Worker.load", contract={contract})', [LOAD])
+    told = start(house)
+    assert told.startswith("RuntimeError: VLLM_OMNI_PATCH_STRICT is set, and 1 of what VLLM_OMNI_PATCH asks for")
+    assert f"probe: {LOAD}: vllm 7.0.0: Worker.load has no parameter other" in told
+    assert "Way out:" in told
+    assert "unset VLLM_OMNI_PATCH_STRICT" in told
+
+
+def test_the_import_itself_never_raises(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load", install="broken")', [LOAD])
+    done = house.run("import vllm.worker; show(vllm.worker.Worker().load('a'))", START, VLLM_OMNI_PATCH_STRICT="1")
+    assert done.shown[0] == ["a", 1]
+    assert "RuntimeError: the installer broke" in done.value
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("nope", "no patch is called 'nope'"), ("probe,ghost", "ghost: its declaration ghost:PATCH cannot be imported")],
+)
+def test_what_cannot_be_had_at_all_is_listed(house: House, flag: str, words: str) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD])
+    house.distribution("ghost-dist", "1.0", {"vllm_omni_patch.patches": {"ghost": "ghost:PATCH"}})
+    assert words in start(house, flag)
+
+
+def test_a_second_patch_on_an_attribute_is_listed(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD])
+    house.patch("second", 'T("vllm.worker", "Worker.load")', [LOAD])
+    assert "second: vllm.worker:Worker.load: patch 'probe' already holds this attribute" in start(house, "probe,second")
+
+
+def test_what_upstream_has_is_no_fault_and_an_unlisted_release_is(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load", native=Native(base_methods=("twice",)))', [LOAD])
+    assert start(house) == ""
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD])
+    house.write("vllm/version.py", "__version__ = 'dev'\n")
+    assert "vllm dev: not listed" in start(house)
+    assert start(house, VLLM_OMNI_PATCH_UNLISTED="apply") == ""
+
+
+def test_a_patch_without_any_target_here_is_listed(house: House) -> None:
+    house.patch("probe", 'T("elsewhere.worker", "Worker.load", distribution="elsewhere", optional=True)')
+    assert "probe: none of its targets is in what is installed here" in start(house)
+
+
+def test_it_stops_also_where_vllm_filters_our_plugin_out(house: House) -> None:
+    assert "no patch is called 'nope'" in start(house, "nope", VLLM_PLUGINS="other")
+
+
+def test_a_value_that_is_no_answer_stops_too(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD])
+    done = house.run(START, VLLM_OMNI_PATCH_STRICT="perhaps")
+    assert done.value.startswith("FlagError: VLLM_OMNI_PATCH_STRICT='perhaps' is not accepted; use 1, true")
+
+
+def test_without_strict_the_engine_starts(house: House) -> None:
+    assert house.run(START, flag="nope").value == ""
