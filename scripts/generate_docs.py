@@ -32,6 +32,7 @@ def main() -> int:
         "flags": lambda: flags_text.markdown(discover.all_flags(found)),
         "releases": lambda: releases(found),
         "live": live,
+        "metrics": metrics,
     }
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
@@ -101,6 +102,37 @@ def live() -> str:
             f"| {row['release']} | {row['date']} | {row['python']} | {row['torch']} | {row['transformers']} "
             f"| {row['lmcache']} | {results or stopped} |"
         )
+    return "\n".join(lines)
+
+
+def metrics() -> str:
+    """The metrics by name. The encoder cache's come from its own list; the others are few and told here."""
+    from vllm_omni_patch.patches.available_memory import report
+    from vllm_omni_patch.patches.ec_connector import stats
+
+    rows = [
+        ("info", "gauge", "patch, target, state, vllm_version", "1 for each target: what became of it."),
+        *((f"ec_{name}_total", "counter", "", text) for name, text in stats.HELP.items()),
+        *(
+            (f"memory_{name}_bytes", "gauge", "rank", f"KV budget: {name.replace('_', ' ')}. No sample when unknown.")
+            for name, unit in report.STANDARD
+            if unit == "bytes"
+        ),
+        *(
+            (f"memory_model_local_kv_{part}_bytes", "gauge", "rank", f"KV budget: model-local KV, {text}.")
+            for part, text in (("declared", "declared"), ("resident", "resident"), ("pending", "still to come"))
+        ),
+        ("memory_kv_cache_bytes", "gauge", "rank", "The KV budget that the worker returned."),
+        ("memory_kv_cache_blocks", "gauge", "rank", "KV cache blocks."),
+        (
+            "model_local_kv_bytes",
+            "gauge",
+            "owner, name, kind",
+            "KV outside the paged manager; kind is per_row, declared_peak, storage_peak or observed_peak.",
+        ),
+    ]
+    lines = ["| metric `vllm_omni_patch_…` | type | labels | what |", "|---|---|---|---|"]
+    lines += [f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in rows]
     return "\n".join(lines)
 
 
