@@ -11,13 +11,12 @@ import os
 import tokenize
 from functools import lru_cache
 
-from vllm_omni_patch import flags, installed
-from vllm_omni_patch.contract import check_source, fingerprint, native_source
+from vllm_omni_patch import installed, matrix
+from vllm_omni_patch.contract import fingerprint
 from vllm_omni_patch.matrix import Decision
 from vllm_omni_patch.patch import Patch, Target
 from vllm_omni_patch.source import SourceView
 from vllm_omni_patch.table import for_patch
-from vllm_omni_patch.views import Missing
 
 
 def decide(patch: Patch, target: Target, release: str | None) -> Decision:
@@ -26,42 +25,21 @@ def decide(patch: Patch, target: Target, release: str | None) -> Decision:
     Raises:
         FlagError: ``VLLM_OMNI_PATCH_UNLISTED`` holds a value that it does not accept.
     """
-    unlisted = flags.read(flags.UNLISTED)
     described = f"{target.distribution} {release or 'of unknown version'}"
     path = module_file(target.module)
-    if path is None:
-        return Decision("absent", False, f"{described} has no module {target.module}")
-    table = for_patch(patch)
-    row = table.row(patch.name, target.name, release)
-    view = _view(path, os.path.getmtime(path)) if path.endswith(".py") else None
-    upstream = native_source(target.native, view, target.qualname) if view is not None else ""
-    if upstream:
-        return Decision("native", False, f"{described}: {upstream}; the patch stands aside")
+    view = _view(path, os.path.getmtime(path)) if path and path.endswith(".py") else None
+    if path is None or view is not None:
+        return matrix.decide_view(patch, target, release, view, lambda: _digest(view, target.qualname))
+    row = for_patch(patch).row(patch.name, target.name, release)
     if row is not None and row.verdict != "applies":
         return Decision(row.verdict, False, f"{described}: {row.reason}", "warning")
-    if view is None:
-        known = row is not None
-        what = "listed; there is no source text here to check it on" if known else "not listed, and not readable"
-        return Decision("applies" if known else "unlisted", known, f"{described}: {what}", "info")
-    try:
-        view.find(target.qualname)
-    except Missing as missing:
-        return Decision("absent" if row is None else "drifted", False, f"{described}: {missing}", "warning")
-    problems = check_source(target.contract, view, target.qualname)
-    if problems:
-        return Decision("drifted", False, f"{described}: {'; '.join(problems)}", "warning")
-    if row is not None:
-        return Decision("applies", True, f"{described}: listed, and its source fits")
-    like = table.same_code(patch.name, target.name, fingerprint(view, target.qualname))
-    if like is not None:
-        said = f"{described}: not listed; its code is that of {like.release}"
-        return Decision("applies", True, said, "info", like.release)
-    newest = table.newest(patch.name, target.name)
-    last = f"last listed: {newest.release}" if newest else "the matrix lists no release for this target"
-    if unlisted == "apply":
-        return Decision("unlisted", True, f"{described}: not listed ({last}); {flags.UNLISTED.name}=apply", "warning")
-    reason = f"{described}: not listed, and its code is that of no listed release ({last})"
-    return Decision("unlisted", False, f"{reason}; set {flags.UNLISTED.name}=apply to hook it all the same", "warning")
+    known = row is not None
+    what = "listed; there is no source text here to check it on" if known else "not listed, and not readable"
+    return Decision("applies" if known else "unlisted", known, f"{described}: {what}", "info")
+
+
+def _digest(view: SourceView | None, qualname: str) -> str:
+    return "" if view is None else fingerprint(view, qualname)
 
 
 def forget() -> None:
