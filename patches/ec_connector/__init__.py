@@ -10,12 +10,7 @@ from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
 _HOOKS = "vllm_omni_patch.patches.ec_connector.hooks"
 # Registered together with what makes a failed load harmless, or not at all.
 _GROUP = "connector"
-_ANY_CALL = (
-    Parameter("self"),
-    Parameter("args", ("var_positional",), optional=True),
-    Parameter("kwargs", ("var_keyword",), optional=True),
-)
-_MM_CONFIG = Contract(parameters=(Parameter("self"),), class_attributes=("model_config", "ec_transfer_config"))
+_MM_CONFIG = Contract(parameters=(), class_attributes=("model_config", "ec_transfer_config"))
 
 PATCH = Patch(
     name="ec_connector",
@@ -57,7 +52,7 @@ PATCH = Patch(
             install=f"{_HOOKS}:recover_v1",
             group=_GROUP,
             contract=Contract(
-                parameters=(Parameter("self"), Parameter("scheduler_output")),
+                parameters=(Parameter("scheduler_output"),),
                 base_methods=("_gather_mm_embeddings",),
                 class_attributes=("requests", "encoder_cache"),
                 module_attributes=("has_ec_transfer",),
@@ -70,7 +65,7 @@ PATCH = Patch(
             group=_GROUP,
             optional=True,
             contract=Contract(
-                parameters=(Parameter("self"), Parameter("scheduled_encoder_inputs")),
+                parameters=(Parameter("scheduled_encoder_inputs"),),
                 class_attributes=("encoder_cache",),
             ),
             note="the V2 runner takes part in encoder cache transfer from 0.28.0",
@@ -80,7 +75,7 @@ PATCH = Patch(
             qualname="Scheduler.reset_encoder_cache",
             install=f"{_HOOKS}:new_epoch_in_scheduler",
             optional=True,
-            contract=Contract(parameters=(Parameter("self"),), class_attributes=("ec_connector",)),
+            contract=Contract(parameters=(), class_attributes=("ec_connector",)),
             note="weights can be replaced without a restart from 0.17.0",
         ),
         Target(
@@ -88,21 +83,21 @@ PATCH = Patch(
             qualname="Worker.reset_encoder_cache",
             install=f"{_HOOKS}:new_epoch_in_worker",
             optional=True,
-            contract=Contract(parameters=(Parameter("self"),)),
+            contract=Contract(parameters=()),
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.reload_weights",
             install=f"{_HOOKS}:new_epoch_in_worker",
             optional=True,
-            contract=Contract(parameters=_ANY_CALL),
+            contract=Contract(parameters=()),
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.update_weights",
             install=f"{_HOOKS}:new_epoch_in_worker",
             optional=True,
-            contract=Contract(parameters=(Parameter("self"), Parameter("update_info"))),
+            contract=Contract(parameters=(Parameter("update_info"),)),
         ),
         Target(
             module="vllm.config.vllm",
@@ -125,7 +120,7 @@ PATCH = Patch(
             qualname="ECTransferConfig.__post_init__",
             install=f"{_HOOKS}:explain_role",
             optional=True,
-            contract=Contract(parameters=(Parameter("self"),), class_attributes=("ec_connector", "ec_role")),
+            contract=Contract(parameters=(), class_attributes=("ec_connector", "ec_role")),
         ),
     ),
     flags=FLAGS,

@@ -8,7 +8,6 @@ Releases differ in which methods exist and which are called; a method that a rel
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -247,24 +246,14 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
 def _build_engine(vllm_config: Any, role: str) -> ECCacheEngine:
     from vllm.platforms import current_platform
 
-    started = time.perf_counter()
     extra = getattr(vllm_config.ec_transfer_config, "ec_connector_extra_config", None)
-    config = load_ec_config(extra)
-    engine = ECCacheEngine(
-        config,
+    return ECCacheEngine(
+        load_ec_config(extra),
         model_identity(vllm_config),
         role=role,
         dtype=vllm_config.model_config.dtype,
         device_type=str(current_platform.device_type),
     )
-    _log.info(
-        "Encoder cache (%s, %s) on %s; ready in %.2f s",
-        role,
-        vllm_config.ec_transfer_config.ec_role,
-        config.describe(),
-        time.perf_counter() - started,
-    )
-    return engine
 
 
 def _close(engine: ECCacheEngine) -> None:
