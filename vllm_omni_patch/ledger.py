@@ -104,7 +104,7 @@ def published(name: str, default: Any = None) -> Any:
 def say(level: int, text: str, name: str = "") -> None:
     """Log ``text``, or hold it back until vLLM has set up its log: before that it would be lost or look foreign.
 
-    Releases up to 0.31 set it up when ``vllm.logger`` is imported, later ones when an engine's settings are known.
+    Releases up to 0.30 set it up when ``vllm.logger`` is imported, later ones when an engine's settings are known.
     """
     with _lock:
         _held.append((name, level, text))

@@ -21,7 +21,7 @@ import time
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, installed, ledger
+from vllm_omni_patch import flags, installed, layers, ledger
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
@@ -201,8 +201,13 @@ def serve_with(module: ModuleType) -> None:
         except Exception as error:
             ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
 
-    if hasattr(module, "get_prometheus_registry"):
-        wrapt.wrap_function_wrapper(module, "get_prometheus_registry", with_ours)
+    stock = vars(module).get("get_prometheus_registry")
+    if stock is None:
+        return
+    wrapt.wrap_function_wrapper(module, "get_prometheus_registry", with_ours)
+    if layers.copies(stock, module, "get_prometheus_registry") and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        # We are late: somebody holds the bare function. Without multiprocess mode it gives out this one registry.
+        serve_from(vars(module).get("REGISTRY"))
 
 
 # -- the end of a process

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of several processes on one page."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_house import House
+
+from vllm_omni_patch import exposition
+
+prometheus = pytest.importorskip("prometheus_client")
+
+PROMETHEUS = """
+    import os
+    from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
+    def get_prometheus_registry():
+        if os.getenv("PROMETHEUS_MULTIPROC_DIR") is not None:
+            registry = CollectorRegistry()
+            multiprocess.MultiProcessCollector(registry)
+            return registry
+        return REGISTRY
+"""
+SERVER = """
+import os, subprocess, sys
+import vllm.v1.metrics.prometheus as served
+from prometheus_client import generate_latest
+from vllm_omni_patch import metrics
+CHILD = '''
+import vllm
+from vllm_omni_patch import metrics
+metrics.add("steps_total", "Steps.", 2, kind="a")
+metrics.add("steps_total", "Steps.", 3, kind="a")
+metrics.set_gauge("size_bytes", "Size.", 10, rank=0)
+metrics.flush()
+'''
+def page():
+    text = generate_latest(served.get_prometheus_registry()).decode()
+    return [line for line in text.splitlines() if line.startswith("vllm_omni_patch_") and "info" not in line]
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    house = House(tmp_path)
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', ["vllm.worker:Worker.load"])
+    for path in ("vllm/v1/__init__.py", "vllm/v1/metrics/__init__.py"):
+        house.write(path, "")
+    house.write("vllm/v1/metrics/prometheus.py", PROMETHEUS)
+    return house
+
+
+def sample(pid: int, **more: Any) -> dict[str, Any]:
+    """A snapshot of a living process on another host."""
+    return {
+        "pid": pid, "host": "elsewhere", "families": {}, "values": [], "states": [], "vllm_version": "7.0.0", **more
+    }  # fmt: skip
+
+
+def lines(*snapshots: dict[str, Any]) -> list[str]:
+    registry = prometheus.CollectorRegistry()
+
+    class Fixed:
+        def collect(self) -> Any:
+            return exposition.families(list(snapshots))
+
+    registry.register(Fixed())
+    text = prometheus.generate_latest(registry).decode()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+APPLIED = 'patch="probe",state="applied",target="vllm.worker:Worker.load",vllm_version="7.0.0"'
+COUNTER = {"steps_total": ["counter", "Steps."]}
+GAUGE = {"size_bytes": ["gauge", "Size."]}
+
+
+def test_counters_are_summed_and_keep_what_ended_processes_counted() -> None:
+    one = sample(1, families=COUNTER, values=[["steps_total", [["kind", "a"]], 2.0]])
+    other = sample(2, families=COUNTER, values=[["steps_total", [["kind", "a"]], 3.0], ["steps_total", [], 1.0]])
+    ended = sample(2**22 + 7, host=platform.node(), families=COUNTER, values=[["steps_total", [], 5.0]])
+    assert lines(one, other, ended) == [
+        "vllm_omni_patch_steps_total 6.0",
+        'vllm_omni_patch_steps_total{kind="a"} 5.0',
+    ]
+
+
+def test_a_gauge_is_shown_as_it_is_where_processes_agree() -> None:
+    one = sample(
+        1, families=GAUGE, values=[["size_bytes", [["rank", "0"]], 10.0], ["size_bytes", [["rank", "1"]], 7.0]]
+    )
+    other = sample(2, families=GAUGE, values=[["size_bytes", [["rank", "0"]], 10.0]])
+    assert lines(one, other) == [
+        'vllm_omni_patch_size_bytes{rank="0"} 10.0',
+        'vllm_omni_patch_size_bytes{rank="1"} 7.0',
+    ]
+
+
+def test_two_values_of_one_gauge_are_told_apart_by_process() -> None:
+    one = sample(1, families=GAUGE, values=[["size_bytes", [], 10.0]])
+    other = sample(2, families=GAUGE, values=[["size_bytes", [], 11.0]])
+    assert lines(one, other) == ['vllm_omni_patch_size_bytes{pid="1"} 10.0', 'vllm_omni_patch_size_bytes{pid="2"} 11.0']
+
+
+def test_a_gauge_of_a_process_that_ended_is_gone() -> None:
+    ended = sample(2**22 + 7, host=platform.node(), families=GAUGE, values=[["size_bytes", [], 10.0]])
+    assert lines(ended) == []
+
+
+def test_states_are_shown_once_and_waiting_only_where_nobody_settled() -> None:
+    one = sample(1, states=[["p", "m:f", "pending"], ["p", "m:g", "pending"], ["p", "m:h", "applied"]])
+    other = sample(2, states=[["p", "m:f", "applied"], ["p", "m:h", "failed"]])
+    assert lines(one, other) == [
+        'vllm_omni_patch_info{patch="p",state="applied",target="m:f",vllm_version="7.0.0"} 1.0',
+        'vllm_omni_patch_info{patch="p",state="pending",target="m:g",vllm_version="7.0.0"} 1.0',
+        'vllm_omni_patch_info{patch="p",state="applied",target="m:h",vllm_version="7.0.0"} 1.0',
+        'vllm_omni_patch_info{patch="p",state="failed",target="m:h",vllm_version="7.0.0"} 1.0',
+    ]
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_a_childs_numbers_are_on_its_parents_page(house: House, tmp_path: Path, multiprocess: bool) -> None:
+    env = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} if multiprocess else {}
+    house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
+    done = house.run(
+        SERVER,
+        """
+        folder = os.environ["VLLM_OMNI_PATCH_RUN_DIR"]
+        metrics.add("steps_total", "Steps.", 1, kind="a")
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", CHILD], check=True)
+        subprocess.run([sys.executable, "-c", CHILD + "import os; os._exit(9)"])
+        show([page(), page(), folder, os.path.isdir(folder)])
+    """,
+        **env,
+    )
+    first, second, folder, there = done.value
+    assert (
+        first == second == ['vllm_omni_patch_steps_total{kind="a"} 16.0']
+    )  # children ended: their gauges went with them
+    assert there
+    assert not os.path.exists(folder), "the process that made the run folder removes it"
+
+
+def test_the_info_row_and_a_living_childs_gauge_are_there(house: House) -> None:
+    house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
+    done = house.run(
+        SERVER,
+        """
+        import vllm.worker
+        child = subprocess.Popen([sys.executable, "-c", CHILD + "print('ready', flush=True); input()"],
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        child.stdout.readline()
+        rows = page()
+        text = generate_latest(served.get_prometheus_registry()).decode()
+        child.communicate("\\n")
+        show([rows, [line for line in text.splitlines() if line.startswith("vllm_omni_patch_info")]])
+    """,
+    )
+    assert done.value == [
+        ['vllm_omni_patch_size_bytes{rank="0"} 10.0', 'vllm_omni_patch_steps_total{kind="a"} 5.0'],
+        [f"vllm_omni_patch_info{{{APPLIED}}} 1.0"],
+    ]
+
+
+def test_a_forked_child_counts_from_zero(house: House) -> None:
+    done = house.run(
+        SERVER,
+        """
+        metrics.add("steps_total", "Steps.", 1)
+        pid = os.fork()
+        if pid == 0:
+            metrics.add("steps_total", "Steps.", 10)
+            metrics.flush()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        show(page())
+    """,
+    )
+    assert done.value == ["vllm_omni_patch_steps_total 11.0"]
+
+
+def test_a_late_number_is_left_behind_too(house: House) -> None:
+    done = house.run("""
+        import vllm, os, json, time
+        from vllm_omni_patch import metrics
+        for _ in range(50):
+            metrics.add("steps_total", "Steps.")
+        deadline = time.monotonic() + 20
+        path = os.path.join(metrics.folder(), f"metrics-{os.uname().nodename}-{os.getpid()}.json")
+        while time.monotonic() < deadline:
+            values = json.load(open(path))["values"]
+            if values == [["steps_total", [], 50.0]]:
+                break
+            time.sleep(0.05)
+        show(values)
+    """)
+    assert done.value == [["steps_total", [], 50.0]]
+
+
+def test_a_run_folder_of_another_host_is_left_alone(house: House, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "vllm-omni-patch-run-otherhost-abc"
+    done = house.run(
+        SERVER,
+        """
+        metrics.add("steps_total", "Steps.", 1)
+        show(page())
+    """,
+        VLLM_OMNI_PATCH_RUN_DIR=str(elsewhere),
+    )
+    assert done.value == ["vllm_omni_patch_steps_total 1.0"]
+    assert done.err == ""
+    assert not elsewhere.exists()
+
+
+def test_a_folder_that_the_user_named_is_made_and_kept(house: House, tmp_path: Path) -> None:
+    named = tmp_path / "shared" / "run"
+    done = house.run(SERVER, 'metrics.add("steps_total", "Steps."); show(page())', VLLM_OMNI_PATCH_RUN_DIR=str(named))
+    assert done.value == ["vllm_omni_patch_steps_total 1.0"]
+    (left,) = named.glob("metrics-*.json")
+    assert json.loads(left.read_text())["values"] == [["steps_total", [], 1.0]]
+
+
+def test_an_unwritable_folder_costs_nothing_but_the_page(house: House) -> None:
+    done = house.run(
+        SERVER, 'metrics.add("steps_total", "Steps."); show(page())', VLLM_OMNI_PATCH_RUN_DIR="/proc/nowhere"
+    )
+    assert done.value == ["vllm_omni_patch_steps_total 1.0"]
+
+
+def test_the_flag_off_leaves_no_folder(house: House, tmp_path: Path) -> None:
+    env = {**house.environment(None), "TMPDIR": str(tmp_path)}
+    before = set(tmp_path.iterdir())
+    code = "import vllm.worker, vllm.plugins; vllm.plugins.load_general_plugins()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert set(tmp_path.iterdir()) == before
