@@ -33,8 +33,8 @@ from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 PIECE = 4 * MIB
-# A scheduler only ever fetches headers.
-LOOKUP_POOL = MIB
+# A scheduler mostly fetches headers; memory that is not used is not touched.
+LOOKUP_POOL = 4 * PIECE
 _POLL = 0.0005
 
 

@@ -68,7 +68,7 @@ class ECStats:
         with self._lock:
             self._values[name] += amount
             if reason:
-                self._reasons[reason] = self._reasons.get(reason, 0) + 1
+                self._reasons[reason] = self._reasons.get(reason, 0) + int(amount)
         try:
             metrics.add(f"ec_{name}_total", HELP[name], amount)
         except Exception as error:

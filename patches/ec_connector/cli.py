@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-omni-patch ec stats|verify|clear PATH``: look at, check and empty a folder of encoder outputs.
+
+Safe while engines use the folder. ``PATH`` is the folder that ``ec_local_disk`` or an ``fs://`` URL names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from vllm_omni_patch.patches.ec_connector.folder import ROOT_NAME, Folder
+from vllm_omni_patch.patches.ec_connector.format import PIECE, Header
+from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore, open_path
+
+app = typer.Typer(no_args_is_help=True, help="Encoder outputs stored in a folder: count, verify, clear.")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_Path = Annotated[Path, typer.Argument(help="Folder given as ec_local_disk, or the path of an fs:// URL.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@dataclass
+class _Group:
+    """Entries of one model."""
+
+    entries: int = 0
+    bytes: int = 0
+    oldest: float = 0.0
+    newest: float = 0.0
+
+
+@app.command()
+def stats(path: _Path, as_json: _Json = False) -> None:
+    """Count entries, bytes and ages, by model. Reads headers only."""
+    store = _store(path)
+    now = time.time()
+    groups: dict[str, _Group] = {}
+    unreadable: list[str] = []
+    for file, size, used, header, error in store.entries():
+        if header is None:
+            unreadable.append(f"{file}: {error}")
+        group = groups.setdefault(_model(header), _Group(oldest=used, newest=used))
+        group.entries += 1
+        group.bytes += size
+        group.oldest, group.newest = min(group.oldest, used), max(group.newest, used)
+    writing = sum(1 for _ in _temporaries(store.folder))
+    total = sum(group.bytes for group in groups.values())
+    count = sum(group.entries for group in groups.values())
+    if as_json:
+        models = {
+            name: {
+                "entries": group.entries,
+                "bytes": group.bytes,
+                "oldest_use_seconds": round(now - group.oldest, 1),
+                "newest_use_seconds": round(now - group.newest, 1),
+            }
+            for name, group in groups.items()
+        }
+        _print_json(
+            path=store.folder.root, entries=count, bytes=total, being_written=writing, unreadable=unreadable,
+            models=models,
+        )  # fmt: skip
+        return
+    typer.echo(f"{store.folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
+    for name, group in sorted(groups.items()):
+        typer.echo(
+            f"  {name}: {group.entries} entries, {_size(group.bytes)}, last used between {_age(now - group.oldest)} "
+            f"and {_age(now - group.newest)} ago"
+        )
+    for line in unreadable:
+        typer.echo(f"  unreadable: {line}")
+
+
+@app.command()
+def verify(
+    path: _Path,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the entries that fail.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Read every entry and compare every byte with its SHA-256. Exit status 1 when an entry fails."""
+    store = _store(path)
+    good = 0
+    bad: dict[str, str] = {}
+    for file, _size_, _used, _header, error in store.entries():
+        reason = error or _verify(file)
+        if not reason:
+            good += 1
+            continue
+        bad[file] = reason
+        if remove:
+            store.folder.remove(os.path.relpath(file, store.folder.root))
+    if as_json:
+        _print_json(path=store.folder.root, good=good, bad=bad, removed=remove)
+    else:
+        typer.echo(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
+        for file, reason in bad.items():
+            typer.echo(f"  {'removed' if remove else 'bad'}: {file}: {reason}")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def clear(
+    path: _Path,
+    model: Annotated[str, typer.Option(help="Only entries of this model, as stats names it.")] = "",
+    older_than: Annotated[str, typer.Option(help="Only entries not used for so long: 90s, 30m, 12h, 7d.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All entries.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove entries by model, by age, or all of them; also what killed writers left over."""
+    if not (model or older_than or everything):
+        typer.echo("Say what to clear: --model NAME, --older-than AGE, or --all.", err=True)
+        raise typer.Exit(2)
+    limit = _seconds(older_than)
+    store = _store(path)
+    now = time.time()
+    removed = freed = 0
+    for file, size, used, header, _ in store.entries():
+        if model and _model(header) != model:
+            continue
+        if limit is not None and now - used < limit:
+            continue
+        if store.folder.remove(os.path.relpath(file, store.folder.root)):
+            removed += 1
+            freed += size
+    left_bytes, left = store.folder.usage()
+    if as_json:
+        _print_json(path=store.folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes)
+        return
+    typer.echo(
+        f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})"
+    )
+
+
+def _store(path: Path) -> FileStore:
+    folder = Folder(str(path), 1 << 62)
+    if not os.path.isdir(folder.root):
+        typer.echo(f"{path} holds no encoder cache: there is no folder {ROOT_NAME} in it.", err=True)
+        raise typer.Exit(2)
+    return FileStore("folder", str(path), 1 << 62)
+
+
+def _verify(file: str) -> str:
+    """Why the entry fails; empty when every byte is right."""
+    try:
+        entry = open_path(file)
+    except (BadEntry, OSError) as error:
+        return str(error)
+    try:
+        digest = hashlib.sha256()
+        position = entry.header.size
+        while data := os.pread(entry.handle, PIECE, position):
+            digest.update(data)
+            position += len(data)
+        if digest.digest() != entry.header.digest:
+            return "payload differs from its SHA-256"
+        # What each load compares, too.
+        entry.read_into(memoryview(bytearray(entry.header.payload)))
+    except (BadEntry, OSError) as error:
+        return str(error)
+    finally:
+        entry.close()
+    return ""
+
+
+def _temporaries(folder: Folder) -> Iterator[str]:
+    try:
+        yield from os.listdir(folder.temporaries)
+    except OSError:
+        return
+
+
+def _model(header: Header | None) -> str:
+    if header is None:
+        return "(unreadable)"
+    return str(header.about.get("model") or "(no name)")
+
+
+def _seconds(text: str) -> float | None:
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None:
+        typer.echo(f"--older-than {text!r} is not accepted; use a number and s, m, h or d, such as 12h.", err=True)
+        raise typer.Exit(2)
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _age(seconds: float) -> str:
+    for unit in ("d", "h", "m"):
+        if seconds >= _UNITS[unit]:
+            return f"{seconds / _UNITS[unit]:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def _print_json(**values: Any) -> None:
+    typer.echo(json.dumps(values, indent=1))

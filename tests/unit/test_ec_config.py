@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: sources, precedence, defaults, and what a mistake leads to."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig, known_settings, load_ec_config
+
+
+def load(env: dict[str, str] | None = None, extra: dict[str, Any] | None = None, yaml: str = "", at: Any = None):
+    env = dict(env or {})
+    if yaml:
+        path = Path(at) / "lmcache.yaml"
+        path.write_text(yaml)
+        env["LMCACHE_CONFIG_FILE"] = str(path)
+    return load_ec_config(extra, env)
+
+
+def test_defaults_really_apply() -> None:
+    found = load()
+    assert found == ECConfig()
+    assert found.cpu_bytes == GIB and found.disk_path == "" and not found.has_remote
+    assert load({"LMCACHE_EC_LOCAL_DISK": "/x"}).disk_bytes == 64 * GIB
+
+
+def test_the_kv_cache_s_storage_is_not_shared(tmp_path: Path) -> None:
+    env = {
+        "LMCACHE_LOCAL_DISK": "/kv",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": "7",
+        "LMCACHE_REMOTE_URL": "redis://kv:1",
+        "LMCACHE_EXTRA_CONFIG": '{"save_chunk_meta": false}',
+    }
+    yaml = "local_disk: /kv\nmax_local_disk_size: 7\nremote_url: redis://kv:1\nextra_config: {a: 1}\n"
+    for found in (load(env), load(env, yaml=yaml, at=tmp_path)):
+        assert found == ECConfig()
+
+
+def test_size_of_the_base_pool_holds_unless_ec_says_otherwise(tmp_path: Path) -> None:
+    assert load({"LMCACHE_MAX_LOCAL_CPU_SIZE": "5"}).cpu_bytes == 5 * GIB
+    assert load(yaml="max_local_cpu_size: 3\n", at=tmp_path).cpu_bytes == 3 * GIB
+    both = load({"LMCACHE_MAX_LOCAL_CPU_SIZE": "5", "LMCACHE_EC_MAX_LOCAL_CPU_SIZE": "0.5"})
+    assert both.cpu_bytes == GIB // 2
+    assert load({"LMCACHE_MAX_LOCAL_CPU_SIZE": "0"}).cpu_bytes == GIB
+    assert load({"LMCACHE_EC_MAX_LOCAL_CPU_SIZE": "-1"}).cpu_bytes == GIB
+
+
+def test_precedence(tmp_path: Path) -> None:
+    yaml = "ec:\n  salt: nested\nec_salt: flat\n"
+    assert load(yaml=yaml, at=tmp_path).salt == "flat"
+    assert load(yaml="ec_salt: flat\nec:\n  salt: nested\n", at=tmp_path).salt == "nested"
+    env = {"LMCACHE_EC_SALT": "env"}
+    assert load(env, yaml=yaml, at=tmp_path).salt == "env"
+    assert load(env, {"ec_salt": "extra"}, yaml, tmp_path).salt == "extra"
+    assert load(env, {"salt": "short"}).salt == "short"
+    assert load(env, {"ec": {"salt": "map"}}).salt == "map"
+
+
+def test_values_are_read_the_same_from_every_source(tmp_path: Path) -> None:
+    for found in (
+        load({"LMCACHE_EC_FSYNC": "yes", "LMCACHE_EC_STAGING_SIZE_MIB": "'8'", "LMCACHE_EC_LOOKUP_DEADLINE_MS": "20"}),
+        load(yaml="ec_fsync: true\nEC_STAGING_SIZE_MIB: 8\nec: {lookup_deadline_ms: 20}\n", at=tmp_path),
+        load(extra={"ec_fsync": True, "ec_staging_size_mib": 8, "lookup_deadline_ms": 20.0}),
+    ):
+        assert found.fsync and found.staging_bytes == 8 * MIB and found.lookup_deadline == 0.02
+
+
+def test_paths() -> None:
+    assert load({"LMCACHE_EC_LOCAL_DISK": "file:///a/b/"}).disk_path == "/a/b"
+    assert load({"LMCACHE_EC_LOCAL_DISK": "file://host/a"}).disk_path == "/a"
+    assert load(extra={"ec_local_disk": ["/one"]}).disk_path == "/one"
+    assert load({"LMCACHE_EC_LOCAL_DISK": "/x"}, {"ec_local_disk": None}).disk_path == ""
+    assert load({"LMCACHE_EC_LOCAL_DISK": ""}).disk_path == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_local_cpu_size", "4GB"),
+        ("max_local_cpu_size", "nan"),
+        ("max_local_cpu_size", True),
+        ("lookup_deadline_ms", "0"),
+        ("lookup_deadline_ms", "inf"),
+        ("fsync", "perhaps"),
+        ("local_disk", ["/a", "/b"]),
+        ("salt", {"a": 1}),
+    ],
+)
+def test_a_value_that_is_not_accepted_is_named_and_dropped(
+    name: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        found = load(extra={f"ec_{name}": value})
+    assert found == ECConfig(unused=(f"ec_connector_extra_config.ec_{name}",))
+    assert name in caplog.text and repr(value) in caplog.text and "use " in caplog.text
+
+
+def test_an_unknown_key_is_named_with_the_closest_known(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        found = load({"LMCACHE_EC_LOCAL_DSK": "/x"}, {"ec_nothing_like_it": 1})
+    assert found.disk_path == "" and len(found.unused) == 2
+    assert "LMCACHE_EC_LOCAL_DSK" in caplog.text and "ec_local_disk" in caplog.text
+    assert "ec_nothing_like_it" in caplog.text
+
+
+@pytest.mark.parametrize("yaml", ["- a\n- b\n", "a: [unclosed\n", "ec: 7\n"])
+def test_a_broken_file_is_said_and_survived(yaml: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        assert load(yaml=yaml, at=tmp_path) == ECConfig()
+    assert caplog.records
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        assert load({"LMCACHE_CONFIG_FILE": str(tmp_path / "absent.yaml")}) == ECConfig()
+    assert "absent.yaml" in caplog.text
+
+
+def test_valid_keys_draw_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    values: dict[str, Any] = {f"ec_{setting.name}": "1" for setting in known_settings()}
+    values["ec_extra_config"] = {"a": 1}
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        found = load(extra=values)
+    assert not caplog.records and found.unused == ()
+    assert found.remote_options == {"extra_config": {"a": 1}}
+
+
+def test_every_setting_reaches_the_config() -> None:
+    """A key that is read and then lost would be a setting without effect."""
+    plain = ECConfig()
+    samples = {"local_disk": "/somewhere", "shm_path": "/somewhere", "fsync": "true", "remote_url": "redis://h:1"}
+    for setting in known_settings():
+        if setting.name == "local_cpu":
+            continue
+        value = samples.get(setting.name, "3")
+        extra = {f"ec_{setting.name}": value, "ec_local_disk": "/somewhere"}
+        changed = load(extra=extra)
+        reference = plain if setting.name == "local_disk" else load(extra={"ec_local_disk": "/somewhere"})
+        assert changed != reference, setting.name
+        assert setting.help and setting.accepts
+
+
+def test_staging_is_taken_out_of_the_pool() -> None:
+    assert ECConfig(cpu_bytes=8 * MIB).staging == 4 * MIB
+    assert ECConfig().staging == 64 * MIB
+    assert "1 GiB" in ECConfig().describe()
