@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declares the patch ``schedule_timer``. Imports data classes only: the code in ``hooks`` is loaded when vLLM is."""
 
+from pathlib import Path
+
 from vllm_omni_patch.flags import Flag
 from vllm_omni_patch.patch import Contract, Patch, Target
 
@@ -21,6 +23,7 @@ PATCH = Patch(
     remove_when="vLLM exports the duration of a scheduling step as a metric.",
     effect="reports",
     flags=(LIMIT_MS,),
+    matrix=str(Path(__file__).with_name("matrix.json")),
     targets=(
         Target(
             module="vllm.v1.core.sched.scheduler",
