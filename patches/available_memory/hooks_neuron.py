@@ -261,9 +261,20 @@ def _report_original(worker: Any, stock: Any) -> None:
         _say(error)
 
 
+def _blocks(worker: Any, budget: neuron.NeuronBudget) -> tuple[int | None, int | None]:
+    """(blocks, bytes of one over all layers) as vLLM will divide the budget; ``None`` where that is not known."""
+    try:
+        _, block_bytes = kv_layers(worker.get_kv_cache_spec())
+    except Exception:
+        return None, None
+    override = getattr(worker.cache_config, "num_gpu_blocks_override", None)
+    return (budget.available // block_bytes if override is None else int(override)), block_bytes
+
+
 def _emit(worker: Any, budget: neuron.NeuronBudget) -> None:
     from vllm_omni_patch.patches.available_memory import report
 
+    blocks, block_bytes = _blocks(worker, budget)
     report.emit(
         report.BudgetReport(
             platform="neuron",
@@ -275,6 +286,8 @@ def _emit(worker: Any, budget: neuron.NeuronBudget) -> None:
             local_rank=getattr(worker, "local_rank", None),
             inputs=list(budget.inputs),
             notes=list(budget.warnings),
+            block_bytes=block_bytes,
+            blocks=blocks,
             linear_in_requested=budget.follows_utilization,
         )
     )

@@ -53,10 +53,9 @@ def model_bytes(model: Any, drafter: Any = None, unique_storage: bool = False) -
         TypeError: ``model`` has no parameters to ask for.
     """
     seen: set[object] = set()
-    keep: list[Any] = []  # storages whose identity is in ``seen`` must stay alive while it is compared
 
     def size(name: str, tensor: Any) -> int:
-        return _unique_bytes(name, tensor, seen, keep) if unique_storage else tensor_bytes(name, tensor)
+        return _unique_bytes(name, tensor, seen) if unique_storage else tensor_bytes(name, tensor)
 
     parameters = sum(size(name, tensor) for name, tensor in _named(model, "parameters"))
     buffers = sum(size(name, tensor) for name, tensor in _named(model, "buffers"))
@@ -76,19 +75,19 @@ def tensor_bytes(name: str, tensor: Any) -> int:
     return sum(int(part.nbytes) for part in _parts(tensor))
 
 
-def _unique_bytes(name: str, tensor: Any, seen: set[object], keep: list[Any]) -> int:
+def _unique_bytes(name: str, tensor: Any, seen: set[object]) -> int:
     _check_initialized(name, tensor)
     total = 0
     for part in _parts(tensor):
         try:
             storage = part.untyped_storage()
-            # data_ptr() is 0 for every tensor on meta; the address of the storage object itself is not.
+            # data_ptr() is 0 for every tensor on meta; the address of the storage object itself is not. The model keeps
+            # its storages, so no address is used twice while they are compared.
             key, size = ("storage", storage._cdata), int(storage.nbytes())
         except (RuntimeError, NotImplementedError):  # wrapper subclasses have no storage of their own
-            storage, key, size = part, ("tensor", id(part)), int(part.nbytes)
+            key, size = ("tensor", id(part)), int(part.nbytes)
         if key not in seen:
             seen.add(key)
-            keep.append(storage)
             total += size
     return total
 

@@ -153,7 +153,7 @@ def test_rows_38_to_40_blocks(block: float, at_table: int, short: int) -> None:
     [(24, 10, 0.30, 6.48), (24, 20, 0.30, 1.60), (24, 20.6, 0.30, 1.00), (24, 10, 0.5, 10.80), (12, 4, 0.30, 3.24)],
 )
 def test_weights_against_cap_and_floor(total: int, weights: float, cap: float, expected: float) -> None:
-    available = compute_kv_budget(total * GIB, gib(weights), 0.9, cap, minimum_bytes=GIB - MIB)
+    available = compute_kv_budget(total * GIB, gib(weights), 0.9, cap)
     assert available / GIB == pytest.approx(expected, abs=0.005)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 from vllm_omni_patch.patches.available_memory.budget import GIB
-from vllm_omni_patch.patches.available_memory.neuron_hbm import SNAP_BYTES, device_core_hbm, static_core_hbm
+from vllm_omni_patch.patches.available_memory.neuron_hbm import device_core_hbm, static_core_hbm
+
+SNAP_BYTES = 64 << 20
 
 TARGETS = [
     *((name, 16) for name in ("trn1", "trn1n", "inf2", "gen2")),

@@ -390,13 +390,15 @@ def test_the_report_tells_where_the_number_came_from(
     monkeypatch.setenv("VLLM_OMNI_PATCH_REPORT_DIR", str(tmp_path / "reports"))
     module = hooked(tmp_path, neuron_plugin.TWO_BRANCHES)
     with caplog.at_level(logging.INFO, logger="vllm.omni_patch.memory"):
-        worker_of(module).determine_available_memory()
+        specs = {f"layer.{n}": spec("FullAttentionSpec", 32, 65536) for n in range(16)}
+        worker_of(module, specs=specs).determine_available_memory()
     (path,) = (tmp_path / "reports").glob("memory-*.json")
     data = json.loads(path.read_text())
     assert (data["platform"], data["policy"], data["kv_bytes"]) == ("neuron", "cap", 6_957_847_019)
     inputs = {item["name"]: item for item in data["inputs"]}
     assert inputs["weights"]["value"] == 10 * GIB and inputs["requested"]["value"] == 23_192_823_398
     assert inputs["cap_fraction"]["value"] == 0.30
+    assert (data["blocks"], data["block_bytes"]) == (6635, 1 << 20)
     assert "Neuron KV budget record:" in caplog.text
 
 
