@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker's side loads, refuses and stores, on real engines; two ranks over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from ec_requests import Adapter, Feature, engine
+from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
+from vllm_omni_patch.patches.ec_connector.connector_worker import Deltas, Report, WorkerSide, agree_over
+from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Any]:
+    made = engine(tmp_path)
+    yield made
+    made.close()
+
+
+def worker(store: Any, **more: Any) -> WorkerSide:
+    return WorkerSide(store, ItemKeys(), device="cpu", stores=True, **more)
+
+
+def load(name: str, rows: int | None = 32, width: int | None = None, key: str | None = None) -> Load:
+    return Load("r1", 0, name, name if key is None else key, rows, width)
+
+
+def keep(store: Any, key: str, tensor: Any) -> None:
+    assert store.put(key, tensor) and store.flush(10)
+
+
+def test_loads_what_was_promised(store: Any) -> None:
+    tensor = torch.randn(32, 64)
+    keep(store, "a", tensor)
+    cache: dict[str, Any] = {}
+    side = worker(store)
+    side.load(cache, StepPlan([load("a")]))
+    assert torch.equal(cache["a"], tensor) and side.take_failed() == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (None, load("a")),
+        ((7, 64), load("a")),
+        ((32, 64), load("a", width=128)),
+        ((32, 64), load("a", key="")),
+    ],
+    ids=["gone", "other rows", "other width", "no key"],
+)
+def test_what_does_not_fit_is_encoded(store: Any, stored: tuple[int, int] | None, wanted: Load) -> None:
+    if stored:
+        keep(store, "a", torch.randn(*stored))
+    cache: dict[str, Any] = {}
+    side = worker(store)
+    side.load(cache, StepPlan([wanted]))
+    assert cache == {}
+    assert side.take_failed() == [wanted] and side.take_failed() == []
+    assert store.stats.snapshot().fallbacks == 1
+
+
+def test_a_bad_entry_is_not_offered_again(store: Any, tmp_path: Path) -> None:
+    keep(store, "a", torch.randn(32, 64))
+    (path,) = tmp_path.glob("disk/**/*.ec")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert store.contains("a", 32), "the header is sound, so the scheduler says yes"
+    side = worker(store)
+    side.load({}, StepPlan([load("a")]))
+    assert [item.identifier for item in side.take_failed()] == ["a"]
+    assert not store.contains("a", 32)
+
+
+def test_a_tensor_of_another_length_in_the_cache_is_not_taken(store: Any) -> None:
+    tensor = torch.randn(32, 64)
+    keep(store, "a", tensor)
+    cache = {"a": torch.randn(7, 64)}
+    worker(store).load(cache, StepPlan([load("a")]))
+    assert torch.equal(cache["a"], tensor)
+
+
+def test_a_tensor_in_hand_needs_no_entry(store: Any) -> None:
+    tensor = torch.randn(32, 64)
+    cache: dict[str, Any] = {}
+    side = worker(store)
+    side.load(cache, StepPlan([load("a")], {"a": tensor}))
+    assert torch.equal(cache["a"], tensor) and not side.take_failed()
+
+
+def test_an_engine_that_raises_costs_an_encode(store: Any) -> None:
+    class Broken:
+        stats = store.stats
+
+        def get(self, *_: Any) -> Any:
+            raise OSError("the storage has gone")
+
+        def discard(self, *_: Any) -> None:
+            raise OSError("the storage has gone")
+
+        def put(self, *_: Any) -> Any:
+            raise OSError("the storage has gone")
+
+    side = worker(Broken())
+    side.load({}, StepPlan([load("a")]))
+    assert len(side.take_failed()) == 1
+    side.about_to_encode([("r1", Feature("a"), None)])
+    side.save({"a": torch.randn(3, 4)}, "a")
+
+
+def test_stores_what_the_encoder_made(store: Any) -> None:
+    side = worker(store)
+    tensor = torch.randn(32, 64)
+    side.about_to_encode([("r1", Feature("a"), None)])
+    side.save({"a": tensor}, "a")
+    assert store.flush(10)
+    assert torch.equal(store.get("a", "cpu", 32), tensor)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        Feature("p", modality="prompt_embeds"),
+        Feature("p", data={"image_embeds": object()}),
+        Feature("renderer0-mm-1-image-0"),
+        Feature("r1-image-0"),
+    ],
+    ids=["prompt_embeds", "image_embeds", "counter", "request id"],
+)
+def test_what_must_not_persist_is_not_stored(store: Any, feature: Feature) -> None:
+    side = worker(store)
+    side.about_to_encode([("r1", feature, None)])
+    side.save({feature.identifier: torch.randn(32, 64)}, feature.identifier)
+    side.save({"unseen": torch.randn(32, 64)}, "unseen")
+    assert store.flush(10)
+    facts = store.stats.snapshot()
+    assert facts.stored == 0 and facts.dropped == 0
+
+
+def test_an_adapter_stores_under_its_own_key(store: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"w" * 100)
+    adapter = Adapter("a", str(tmp_path / "adapter"))
+    keys = ItemKeys(tower_lora=True)
+    side = WorkerSide(store, keys, device="cpu", stores=True)
+    side.about_to_encode([("r1", Feature("a:x"), adapter)])
+    side.save({"a:x": torch.randn(32, 64)}, "a:x")
+    assert store.flush(10)
+    key = keys.key("a:x", "r1", adapter)
+    assert key is not None and store.contains(key, 32) and not store.contains("a:x", 32)
+
+
+def test_other_ranks_do_not_store(store: Any) -> None:
+    side = WorkerSide(store, ItemKeys(), device="cpu", stores=False)
+    side.about_to_encode([("r1", Feature("a"), None)])
+    side.save({"a": torch.randn(32, 64)}, "a")
+    assert store.flush(10) and store.stats.snapshot().stored == 0
+
+
+def test_counts_are_told_once(store: Any) -> None:
+    deltas = Deltas(("hits", "load_seconds"))
+    keep(store, "a", torch.randn(32, 64))
+    store.get("a", "cpu", 32)
+    first = deltas.take(store.stats.snapshot())
+    assert first["hits"] == 1 and first["load_seconds"] > 0
+    assert deltas.take(store.stats.snapshot()) == {}
+    assert Report({"hits": 2}).merged(Report({"hits": 3, "misses": 1})).counts == {"hits": 3, "misses": 1}
+
+
+def _rank(rank: int, port: int, folder: str, results: Any) -> None:
+    """One of two ranks. Rank 1 reads a folder of its own, from which the entry of the second step is gone."""
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    made = engine(Path(folder) / f"rank{rank}", engine_id=f"rank{rank}")
+    side = WorkerSide(made, ItemKeys(), device="cpu", stores=rank == 0, agree=agree_over(dist.group.WORLD))
+    for name in ("both", "one", "none"):
+        if name == "both" or (name == "one" and rank == 0):
+            made.put(name, torch.full((32, 64), 3.0))
+    made.flush(10)
+    cache: dict[str, Any] = {}
+    side.load(cache, StepPlan())
+    failed = []
+    for names in (["both"], ["one", "both"], ["none"]):
+        cache.clear()
+        side.load(cache, StepPlan([load(name) for name in names]))
+        failed.append((sorted(cache), [item.identifier for item in side.take_failed()]))
+        # What the vision tower does on a rank that encodes: every rank must come here, or none.
+        if failed[-1][1]:
+            dist.all_reduce(torch.ones(1))
+    made.close()
+    results.put((rank, failed))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_decide_alike_when_one_fails(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, str(tmp_path), results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        seen = dict(results.get(timeout=120) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+    assert seen[0] == seen[1] == [(["both"], []), (["both"], ["one"]), ([], ["none"])]
