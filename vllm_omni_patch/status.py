@@ -180,7 +180,8 @@ def _problems(about: dict[str, Any], choice: Choice, found: Sequence[Found]) -> 
         )
     if about["flag"]["on"] and about["installed"]["vllm"] is None:
         told.append("vLLM is not installed in this environment; install this package beside it.")
-    if len(about["package"]["copies"]) > 1:
+    # The same release twice is an editable install and its own build folder.
+    if len({one["version"] for one in about["package"]["copies"]}) > 1:
         where = ", ".join(f"{one['version']} in {one['location']}" for one in about["package"]["copies"])
         told.append(f"several copies are installed ({where}); the first one on the path is used. Remove the others.")
     for process in about["processes"]:

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of a process, its one line, and what ``vllm-omni-patch status`` makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_house import RELEASE, House
+
+from vllm_omni_patch import installed, mismatches
+
+LOAD = "vllm.worker:Worker.load"
+EXECUTE = "vllm.runner:Runner.execute"
+ENGINE = """
+import vllm, vllm.plugins
+import logging
+logging.basicConfig(level=logging.INFO, format="LOG %(levelname)s %(message)s")
+vllm.plugins.load_general_plugins()
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    house = House(tmp_path)
+    house.patch(
+        "probe",
+        'T("vllm.worker", "Worker.load"), T("vllm.runner", "Runner.execute"), T("vllm_omni.worker", "W.x", '
+        'distribution="vllm-omni", optional=True)',
+        [LOAD, EXECUTE],
+    )
+    return house
+
+
+def status(house: House, *options: str, flag: str | None = "probe", code: int = 0, **env: str) -> dict[str, Any]:
+    done = command(house, "status", "--json", *options, flag=flag, **env)
+    assert done.returncode == code, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def command(house: House, *words: str, flag: str | None = "probe", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_omni_patch.cli", *words],
+        env=house.environment(flag, **env), cwd="/", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def log(done: Any) -> list[str]:
+    return [line for line in done.err.splitlines() if line.startswith("LOG ")]
+
+
+# -- one process
+
+
+def test_a_process_writes_one_line(house: House) -> None:
+    done = house.run("import vllm.worker, vllm.runner", ENGINE, "import os; show(os.getpid())")
+    assert log(done) == [
+        f"LOG INFO vllm-omni-patch 0.1.0: pid {done.value}, road startup file, vLLM {RELEASE}: 2 applied (probe 2)"
+    ]
+
+
+def test_what_is_still_waited_for_is_counted(house: House) -> None:
+    done = house.run("import vllm.worker", ENGINE, "show(vllm.worker.Worker().load('a'))")
+    (line,) = log(done)
+    assert line.endswith("1 applied (probe 1), 1 waiting for their modules (probe 1)")
+
+
+def test_a_workers_line_waits_for_its_modules(house: House) -> None:
+    worker = """
+import multiprocessing
+multiprocessing.current_process().name = "VllmWorker-0"
+"""
+    done = house.run(worker, ENGINE, "import vllm.runner; show(1); import vllm.worker")
+    (line,) = log(done)
+    assert line.endswith(": 2 applied (probe 2)")
+
+
+def test_an_engine_core_with_its_worker_inside_corrects_its_line_once(house: House) -> None:
+    for path in ("vllm/v1/__init__.py", "vllm/v1/worker/__init__.py"):
+        house.write(path, "")
+    house.write("vllm/v1/worker/model.py", "class M:\n    def go(self): return 1\n    def stop(self): return 2\n")
+    names = ["vllm.v1.worker.model:M.go", "vllm.v1.worker.model:M.stop"]
+    targets = (
+        'T("vllm.v1.worker.model", "M.go"), T("vllm.v1.worker.model", "M.stop"), T("vllm.runner", "Runner.execute")'
+    )
+    house.patch("probe", targets, [*names, EXECUTE])
+    calls = "from vllm.v1.worker.model import M; M().go(); M().go(); M().stop()"
+    first, second = log(house.run(ENGINE, calls))
+    assert first.endswith("0 applied, 3 waiting for their modules (probe 3)")
+    assert second.endswith("now 2 applied (probe 2), 1 waiting for their modules (probe 1)")
+
+
+def test_the_flag_off_leaves_no_line_and_no_file(house: House) -> None:
+    done = house.run("import vllm.worker", ENGINE, "show(1)", flag=None, VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
+    assert done.err == ""
+    assert not house.reports.exists()
+
+
+def test_a_ledger_holds_states_and_no_arguments(house: House) -> None:
+    house.write("serve.py", "import vllm.worker, vllm.plugins\nvllm.plugins.load_general_plugins()\n")
+    house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
+    subprocess.run(
+        [sys.executable, "serve.py", "--api-key", "secret"],
+        env=house.environment("probe", VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports)),
+        cwd=house.folder, check=True, timeout=60,
+    )  # fmt: skip
+    (ledger,) = house.ledgers()
+    assert {e["target"]: e["state"] for e in ledger["entries"]} == {
+        LOAD: "applied", EXECUTE: "pending", "vllm_omni.worker:W.x": "pending"
+    }  # fmt: skip
+    assert ledger["process"]["vllm_version"] == RELEASE
+    assert ledger["process"]["road"] == "startup file"
+    assert "secret" not in json.dumps(ledger)
+    assert [p.name for p in house.reports.iterdir()] == [f"ledger-{ledger['pid']}.json"]
+
+
+def test_an_unwritable_report_folder_is_one_warning(house: House) -> None:
+    done = house.run(
+        "import vllm.worker", ENGINE, "show(vllm.worker.Worker().load('a'))", VLLM_OMNI_PATCH_REPORT_DIR="/proc/no"
+    )
+    assert done.value == ["ours", ["a", 1]]
+    assert len([line for line in log(done) if "could not write the ledger report" in line]) == 1
+
+
+# -- this environment
+
+
+def test_status_says_what_would_happen(house: House) -> None:
+    found = status(house)
+    rows = {row["target"]: row for row in found["targets"] if row["patch"] == "probe"}
+    assert {target: row["would_be"] for target, row in rows.items()} == {
+        LOAD: "applied", EXECUTE: "applied", "vllm_omni.worker:W.x": "skipped"
+    }  # fmt: skip
+    assert rows["vllm_omni.worker:W.x"]["reason"] == "vllm-omni is not installed"
+    assert all(row["asked"] for row in rows.values())
+    assert found["flag"] == {
+        "name": "VLLM_OMNI_PATCH",
+        "value": "probe",
+        "on": True,
+        "patches": ["probe"],
+        "unknown": [],
+    }
+    vllm = found["installed"]["vllm"]
+    assert (vllm["release"], vllm["distribution"].split(", ")[-1]) == (RELEASE, "vllm-fake")
+    assert found["problems"] == []
+
+
+def test_status_imports_neither_vllm_nor_stage_two(house: House) -> None:
+    house.write("vllm/__init__.py", "raise RuntimeError('imported')\n")
+    house.write("torch/__init__.py", "raise RuntimeError('imported')\n")
+    found = status(house, VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
+    assert found["installed"]["vllm"]["release"] == RELEASE
+    assert not house.reports.exists()
+
+
+def test_status_with_the_flag_off_is_no_problem(house: House) -> None:
+    found = status(house, flag=None)
+    assert found["flag"]["on"] is False
+    assert not any(row["asked"] for row in found["targets"])
+
+
+def test_a_group_is_shown_as_a_group(house: House) -> None:
+    contract = 'contract=Contract(parameters=(Parameter("missing"),))'
+    house.patch(
+        "probe",
+        f'T("vllm.worker", "Worker.load", group="g"), T("vllm.runner", "Runner.execute", group="g", {contract})',
+        [LOAD, EXECUTE],
+    )
+    rows = {row["target"]: row for row in status(house)["targets"] if row["patch"] == "probe"}
+    assert rows[LOAD]["would_be"] == "skipped"
+    assert "group 'g'" in rows[LOAD]["reason"]
+
+
+def test_a_filtered_plugin_and_a_missing_startup_file_are_a_problem(house: House) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "vllm_omni_patch.cli", "status", "--json"],
+        env={**house.environment("probe", VLLM_PLUGINS="other"), "PYTHONPATH": _without_site(house)},
+        cwd="/", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["roads"]["filtered"] is True
+    if not found["roads"]["startup"]:
+        assert done.returncode == 1
+        assert any("neither road is open" in line and "VLLM_PLUGINS" in line for line in found["problems"])
+
+
+def _without_site(house: House) -> str:
+    return os.pathsep.join(
+        [house.environment(None)["PYTHONPATH"], *(p for p in sys.path if p.endswith("site-packages"))]
+    )
+
+
+def test_an_unknown_name_is_a_problem(house: House) -> None:
+    found = status(house, flag="probe,nope", code=1)
+    assert found["flag"]["unknown"] == ["nope"]
+    assert "no patch is called 'nope'" in found["problems"][0]
+
+
+def test_a_wrong_folder_is_a_wrong_call(house: House) -> None:
+    done = command(house, "status", "--report-dir", "/nowhere")
+    assert done.returncode == 2
+    assert "/nowhere is not a folder" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["status", "--help"], ["flags"], ["flags", "--format", "markdown"]])
+def test_help_and_flags_run(house: House, words: list[str]) -> None:
+    done = command(house, *words, flag=None)
+    assert done.returncode == 0
+    assert ("VLLM_OMNI_PATCH_STRICT" in done.stdout) == (words[0] == "flags")
+    if "markdown" in words:
+        assert "| `VLLM_OMNI_PATCH_PROBE_SIZE` | int | 1 |" in done.stdout
+
+
+def test_an_old_copy_on_the_path_is_a_problem(house: House) -> None:
+    house.distribution("vllm-omni-patch", "0.0.1", {})
+    found = status(house, code=1)
+    assert any("several copies are installed (0.0.1 in " in line for line in found["problems"])
+
+
+# -- the processes of an engine
+
+
+def test_status_shows_each_process_and_what_it_did(house: House) -> None:
+    done = house.run("import vllm.worker", ENGINE, "show(1)", VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
+    assert done.value == 1
+    found = status(house, "--report-dir", str(house.reports), flag=None)
+    (process,) = found["processes"]
+    assert process["alive"] is False
+    assert [e["state"] for e in process["entries"]] == ["applied", "pending", "pending"]
+    assert found["mismatches"] == []
+    text = command(house, "status", "--report-dir", str(house.reports), flag=None).stdout
+    assert "applied" in text
+    assert "2 not imported here" in text
+
+
+def process(pid: int, state: str, **facts: Any) -> dict[str, Any]:
+    about = {"run": "r", "package": "1", "vllm_version": "7", "flag": "1", "patches": ["p"], **facts}
+    entry = {"patch": "p", "target": "m:f", "state": state}
+    return {"pid": pid, "role": "worker" if pid > 1 else "api server", "process": about, "entries": [entry]}
+
+
+def test_a_worker_that_differs_is_called_out() -> None:
+    assert mismatches.find([process(1, "applied"), process(2, "skipped")]) == [
+        "p: m:f is applied in api server 1, and skipped in worker 2"
+    ]
+    assert mismatches.find([process(1, "applied"), process(2, "applied", vllm_version="8", flag="p")]) == [
+        "the version of vLLM differs: '7' in api server 1; '8' in worker 2",
+        "the value of VLLM_OMNI_PATCH differs: '1' in api server 1; 'p' in worker 2",
+    ]
+
+
+def test_what_a_process_never_imported_and_another_run_are_no_difference() -> None:
+    assert mismatches.find([process(1, "pending"), process(2, "applied")]) == []
+    assert mismatches.find([process(1, "applied"), process(2, "skipped", run="other")]) == []
+
+
+# -- releases
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("__version__ = version = '0.32.0'\n", "0.32.0"),
+        ("version: str\n__version__: str\n__version__ = '0.26.0+empty'\n", "0.26.0+empty"),
+        ("from vllm._version import __version__\n", None),
+    ],
+)
+def test_a_release_is_read_from_text(tmp_path: Path, text: str, release: str | None) -> None:
+    (tmp_path / "_version.py").write_text(text)
+    assert installed.text_release(str(tmp_path)) == release
