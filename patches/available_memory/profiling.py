@@ -54,7 +54,10 @@ class ProfileWatch:
             runner = getattr(self.worker, "model_runner", None)
             estimate = getattr(runner, "profile_cudagraph_memory", None)
             if self.process and callable(estimate):
-                stack.enter_context(swapped(runner, "profile_cudagraph_memory", self._estimating(estimate)))
+                try:
+                    stack.enter_context(swapped(runner, "profile_cudagraph_memory", self._estimating(estimate)))
+                except (AttributeError, TypeError) as error:
+                    self.notes.append(f"graphs are estimated from the whole device: {error}")
             yield
 
     def read(self) -> nvml.Reading:
@@ -89,10 +92,10 @@ class ProfileWatch:
         if not terms.exact:
             self._warn(f"own device memory is not known: {terms.reason}. vLLM's profiling terms are used instead")
         before, after = self.profile.free_before, self.profile.free_after
-        if after > before:
+        if after >= before:
             self._warn(
-                f"free memory on the device grew from {gib(before)} to {gib(after)} during profiling: another process "
-                "released memory. The budget does not depend on it"
+                f"free memory on the device was {gib(before)} before and {gib(after)} after profiling, although this "
+                "process took some: another process released memory. The budget does not depend on it"
             )
         result.non_torch_increase = terms.non_torch_increase
         result.non_kv_cache_memory = terms.non_kv
