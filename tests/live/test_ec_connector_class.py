@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector class and the hooks on the installed vLLM's own classes and configurations; no engine is started."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import tiny_model
+import torch
+import vllm
+from packaging.version import Version
+from vllm.distributed.ec_transfer.ec_connector import base, factory
+from vllm_omni_patch.patches.ec_connector import PATCH, recompute, refusals
+
+from vllm_omni_patch.apply import install, remove
+
+RELEASE = Version(vllm.__version__)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hooks() -> Iterator[None]:
+    """Every target of the patch that this release has, in place for these tests and out again."""
+    done = []
+    for target in PATCH.targets:
+        try:
+            module = importlib.import_module(target.module)
+            done.append(install(PATCH, target, module, on_first_call=lambda: None))
+        except (ImportError, LookupError, AttributeError):
+            assert target.optional, f"{target.name} is missing"
+    yield
+    for one in reversed(done):
+        assert remove(one) == ""
+    assert refusals.NAME not in factory.ECConnectorFactory._registry and not recompute.INSTALLED
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model.make(str(tmp_path_factory.mktemp("model")), dummy=True)
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A real ``VllmConfig`` for the tiny model, with a store of its own."""
+    monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path / "disk"))
+    from vllm.engine.arg_utils import EngineArgs
+
+    def build(role: str = "ec_both", folder: str = model, connector: str = refusals.NAME, **more: Any) -> Any:
+        transfer = {"ec_connector": connector, "ec_role": role}
+        arguments = EngineArgs(
+            model=folder,
+            max_model_len=256,
+            ec_transfer_config=transfer,
+            load_format="dummy",
+            enforce_eager=True,
+            **more,
+        )
+        return arguments.create_engine_config()
+
+    return build
+
+
+def connector(config: Any, role: Any) -> Any:
+    return factory.ECConnectorFactory.create_connector(config, role)
+
+
+def test_the_factory_resolves_the_name(make: Make) -> None:
+    made = connector(make(), base.ECConnectorRole.SCHEDULER)
+    try:
+        assert type(made).__name__ == refusals.NAME and made.is_producer and made.is_consumer
+    finally:
+        made.shutdown()
+        made.shutdown()
+
+
+@pytest.mark.parametrize("role", list(base.ECConnectorRole))
+def test_every_method_of_the_base_class_answers(make: Make, role: Any) -> None:
+    """Called with the least that it takes: no abstract method left, no state of the other side missed."""
+    made = connector(make(), role)
+    arguments = {
+        "request": SimpleNamespace(request_id="r", mm_features=[], lora_request=None),
+        "index": 0,
+        "identifier": "a",
+        "num_computed_tokens": 0,
+        "encoder_cache": {},
+        "ec_caches": {},
+        "mm_hash": "a",
+        "finished_req_ids": set(),
+        "connector_output": SimpleNamespace(),
+        "scheduler_output": None,
+        "connector_metadata": None,
+        "data": {"hits": 1},
+        "vllm_config": None,
+        "metric_types": {},
+        "labelnames": [],
+        "per_engine_labelvalues": {},
+    }
+    try:
+        for name, method in inspect.getmembers(made, callable):
+            if name.startswith("_") or name == "shutdown" or not hasattr(base.ECConnectorBase, name):
+                continue
+            if name in ("update_state_after_alloc", "update_state_after_free", "save_caches", "start_load_caches"):
+                continue  # with an item and a model parallel group: the engine tests
+            parameters = inspect.signature(method).parameters.values()
+            method(**{p.name: arguments[p.name] for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD})
+    finally:
+        made.shutdown()
+
+
+def test_a_step_from_the_scheduler_to_the_worker_and_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store, promise, carry the metadata as bytes, load; all through the interface that vLLM calls."""
+    import pickle
+
+    group = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
+    config = make()
+    scheduler, worker = (connector(config, role) for role in base.ECConnectorRole)
+    feature = SimpleNamespace(identifier="a", modality="image", data={"pixel_values": 1})
+    request = SimpleNamespace(
+        request_id="r1",
+        mm_features=[feature],
+        lora_request=None,
+        get_num_encoder_embeds=lambda index: 32,
+    )
+    try:
+        tensor = torch.randn(32, 64)
+        worker.about_to_encode([("r1", feature, None)])
+        worker.save_caches({"a": tensor}, "a")
+        assert worker._engine.flush(10)
+        if hasattr(base.ECConnectorBase, "ensure_cache_available"):
+            assert scheduler.ensure_cache_available(request, 0)
+        assert scheduler.has_cache_item("a") and not scheduler.has_cache_item("b")
+        scheduler.update_state_after_alloc(request, 0)
+        metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(None)))
+        cache: dict[str, Any] = {}
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_caches(cache)
+        worker.get_finished(set())
+        assert torch.equal(cache["a"], tensor) and worker.take_failed_loads() == []
+        meta = worker.build_connector_worker_meta()
+        assert worker.build_connector_worker_meta() is None
+        scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=pickle.loads(pickle.dumps(meta))))
+        if hasattr(base.ECConnectorBase, "get_ec_connector_stats"):
+            stats = scheduler.get_ec_connector_stats()
+            assert stats.data["hits"] == 1 and stats.data["lookup_hits"] == 1 and not stats.is_empty()
+            again = type(scheduler).build_ec_connector_stats(stats.data)
+            assert again.aggregate(stats).reduce()["hits"] == 2
+            assert scheduler.get_ec_connector_stats() is None
+        scheduler.request_finished(request)
+    finally:
+        scheduler.shutdown()
+        worker.shutdown()
+
+
+def test_registering_twice_is_refused_with_a_reason() -> None:
+    from vllm_omni_patch.patches.ec_connector import hooks
+
+    with pytest.raises(RuntimeError, match="registered already"):
+        hooks.register(SimpleNamespace(original=factory.ECConnectorFactory))  # type: ignore[arg-type]
+
+
+def test_encoder_decoder_models_are_refused(make: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "whisper"
+    _write_whisper(folder)
+    config = make(folder=str(folder), skip_tokenizer_init=True)
+    assert config.model_config.is_encoder_decoder
+    for role in base.ECConnectorRole:
+        with pytest.raises(refusals.ConnectorRefused, match="encoder-decoder"):
+            connector(config, role)
+
+
+def test_a_worker_without_recovery_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "INSTALLED", {})
+    with pytest.raises(RuntimeError, match="recovery for a failed load"):
+        connector(make(), base.ECConnectorRole.WORKER)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_enable_mm_embeds_stays_as_the_user_set_it(make: Make, asked: bool) -> None:
+    settings = make("ec_both", enable_mm_embeds=asked).model_config.multimodal_config
+    assert settings.enable_mm_embeds is asked
+    assert not getattr(settings, "allow_missing_mm_embeddings", False)
+
+
+def test_a_consumer_and_other_connectors_keep_vllms_setting(make: Make) -> None:
+    if Version("0.30.0") > RELEASE:
+        pytest.skip("vLLM turns it on from 0.30.0")
+    assert make("ec_consumer").model_config.multimodal_config.enable_mm_embeds
+    other = make("ec_both", connector="ECExampleConnector").model_config.multimodal_config
+    assert other.enable_mm_embeds and other.allow_missing_mm_embeddings
+
+
+def test_stock_behaviour_with_another_connector(make: Make) -> None:
+    """No wrapper looks at anything: what it calls is the original, with the arguments as they came."""
+    from vllm_omni_patch.patches.ec_connector import hooks
+
+    assert hooks.chosen() is None
+    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    step = SimpleNamespace(scheduled_encoder_inputs={})
+    instance = SimpleNamespace(_batch_mm_inputs_from_scheduler=lambda output: ([], [], []) if output is step else None)
+    assert runner._execute_mm_encoder(instance, step) == []
+
+
+def _write_whisper(folder: Path) -> None:
+    from transformers import WhisperConfig
+
+    config = WhisperConfig(
+        vocab_size=128,
+        num_mel_bins=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        d_model=64,
+        max_source_positions=64,
+        max_target_positions=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    config.architectures = ["WhisperForConditionalGeneration"]
+    config.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "n_fft": 400})
+    )
