@@ -117,6 +117,7 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
     elif profile is not None:
         era = "consumed since start" if profile.total_consumed is not None else "weights + non-torch growth"
         made.formula = f"requested - ({era} + activation peak) - graph estimate where applied"
+    made.counts_own_process = watch.terms is not None and watch.terms.exact
     made.notes += watch.notes
     _gpu_notes(made, worker, watch)
 

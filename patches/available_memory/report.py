@@ -87,6 +87,7 @@ class BudgetReport:
     one byte lowers the budget by one byte, so that a utilisation can be computed from a wanted budget.
     ``blocks`` and ``block_bytes`` stay ``None`` until the KV cache is laid out. ``kv_setting`` is the setting that
     fixes the size on this worker: the option, or ``VLLM_CPU_KVCACHE_SPACE`` (whole GiB) on CPU through vLLM 0.19.
+    ``counts_own_process``: the budget was made from all memory of this process, so everything in place is in it.
     """
 
     platform: Platform
@@ -105,6 +106,7 @@ class BudgetReport:
     blocks: int | None = None
     linear_in_requested: bool = True
     kv_setting: str = "--kv-cache-memory-bytes"
+    counts_own_process: bool = False
     reserved_for_model_local_kv: int = 0
     model_local_kv: dict[str, Any] | None = None
 
@@ -168,8 +170,9 @@ def byte_count(value: Any) -> int | None:
 def advise(report: BudgetReport) -> list[str]:
     """What to set so that the KV cache leaves room for what is still to come. Empty when nothing needs to change.
 
-    Still to come are the pending bytes of the model-local KV, less what the budget already keeps free for them. Where
-    the memory now free on the device is known and smaller than the budget (a neighbour grew), that is the limit.
+    Still to come are the pending bytes of the model-local KV, less what the budget already keeps free for them. Bytes
+    in place that no term of the budget contains (blocks that a graph pool keeps reserved, through vLLM 0.26) are
+    missing from it just so. Where the memory now free on the device is smaller than the budget, that is the limit.
     """
     if report.model_local_kv is None:
         pending = 0
@@ -178,14 +181,16 @@ def advise(report: BudgetReport) -> list[str]:
         if known is None:
             return ["How much model-local KV is still to come is not known; no setting can be computed for it."]
         pending = max(known - report.reserved_for_model_local_kv, 0)
-    limit = report.kv_bytes
     reason = f"{gib(pending)} of model-local KV still to come"
+    uncharged = 0 if report.counts_own_process else local_kv(report, "uncharged_bytes") or 0
+    if uncharged:
+        reason = f"{reason} and {gib(uncharged)} in place that this budget does not count"
+        pending += uncharged
+    limit = report.kv_bytes
     free = byte_count(report.value(DEVICE_FREE))
-    if free is not None and free < report.kv_bytes + pending:
-        reason = (
-            f"{reason} and only {gib(free)} free on the device" if pending else f"only {gib(free)} free on the device"
-        )
-        limit = min(limit, free)
+    if free is not None and free + uncharged < report.kv_bytes + pending:
+        reason = f"{reason} and only {gib(free)} free on the device" if pending else f"only {gib(free)} free"
+        limit = min(limit, free + uncharged)
     room = limit - pending
     if room >= report.kv_bytes:
         return []
