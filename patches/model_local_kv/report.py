@@ -36,7 +36,7 @@ logger = ledger.logger("model_local_kv")
 @dataclass
 class Load:
     """One ``load_model`` of one runner. ``status``: ``declared``, ``empty`` (declarers hold nothing), ``none`` (no
-    declarer) or ``failed`` (the collection itself raised: ``error``). ``native_report``: vLLM-Omni printed its own."""
+    declarer) or ``failed`` (the collection itself raised: ``error``). ``native_report``: vLLM-Omni's own report ran."""
 
     runner: str
     model: str
@@ -55,6 +55,12 @@ class Load:
         if self.collection.entries or self.collection.failed:
             return "declared"
         return "empty" if self.collection.declarers else "none"
+
+    @property
+    def native_lines(self) -> bool:
+        """vLLM-Omni's report printed something: it is silent when nothing is declared natively."""
+        stock = any(not entry.corrected for entry in self.collection.entries) or bool(self.collection.native)
+        return self.native_report and stock
 
     def rows(self) -> list[dict[str, Any]]:
         """The entries as plain data, each with ``charge`` and ``charge_reason``."""
@@ -86,7 +92,7 @@ def log(load: Load) -> None:
     if load.status == "empty":
         logger.info("%s: %d declarer(s) in %s, and all of them hold nothing", HEADLINE, found.declarers, load.model)
     rows = load.rows()
-    if load.native_report:
+    if load.native_lines:
         _log_differences(load)
     elif rows:
         logger.info(

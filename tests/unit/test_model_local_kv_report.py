@@ -225,6 +225,20 @@ def test_where_upstream_has_reported_the_same_nothing_is_repeated(lines: Any) ->
     assert report.figures([one])["declared_bytes"] == 4 * MIB
 
 
+def test_where_upstreams_report_was_silent_ours_is_whole(lines: Any) -> None:
+    class Corrected(torch.nn.Module):
+        def model_local_kv_specs(self) -> list[Any]:
+            return []
+
+        def vllm_omni_patch_model_local_kv_specs(self) -> list[Any]:
+            return [spec("request")]
+
+    found = collect([("", Corrected())], max_num_seqs=4)
+    report.log(Load("Runner", found.root, "cuda:0", 4, CUDA_026, found, native_report=True))
+    assert lines()[0].startswith(f"{report.HEADLINE}: 4.00 MiB across 1 declaration(s)")
+    assert not any("above" in text for text in lines())
+
+
 def test_the_json_file_and_the_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_OMNI_PATCH_REPORT_DIR", str(tmp_path))
     one = load(spec("json_request", 2, storage_positions=1024), spec("json_plain"))
