@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-omni-patch memory``: what the workers' reports say, as text, JSON or a picture. Imports neither vLLM nor torch.
+"""``vllm-omni-patch memory``: the reports of the workers as text, JSON or a picture. Imports neither vLLM nor torch.
 
 ``memory REPORT_DIR`` shows a folder; ``memory calibrate LOG...`` is the Neuron calibration.
 """

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of the process budget: golden scenarios, vLLM's formulas of each era, and properties."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_omni_patch.patches.available_memory.gpu import (
+    NON_TORCH_ALLOWANCE,
+    UNIFIED_RESERVE,
+    Baseline,
+    Profile,
+    budget,
+    floor_utilization,
+    possible,
+    refusal,
+    terms,
+    trust,
+    unified_limit,
+)
+from vllm_omni_patch.patches.available_memory.nvml import Reading
+
+GIB = 1 << 30
+UNKNOWN = Reading.unknown("not listed")
+
+
+def gib(value: float) -> int:
+    return int(value * GIB)
+
+
+def measured(count: int) -> Reading:
+    return Reading("measured", count, "UUID")
+
+
+def profile(
+    total: float = 48,
+    weights: float = 10,
+    peak: float = 2,
+    other: float = 1,
+    foreign: float = 0,
+    consumed: bool = True,
+    persistent: float = 0,
+) -> Profile:
+    """A profile as vLLM would measure it: ``foreign`` is by how much neighbours grew, ``persistent`` what torch keeps
+    beside the weights. All in GiB; ``consumed`` chooses the era of 0.27."""
+    allocated = gib(weights) + gib(persistent)
+    before = gib(40)
+    return Profile(
+        total=gib(total),
+        free_before=before,
+        free_after=before - allocated - gib(other) - gib(foreign),
+        weights=gib(weights),
+        torch_peak=allocated + gib(peak),
+        torch_before=allocated,
+        torch_reserved=allocated,
+        torch_allocated=allocated,
+        non_torch_increase=gib(other) + gib(foreign),
+        total_consumed=allocated + gib(other) + gib(foreign) if consumed else None,
+    )
+
+
+def stock_sum(found: Profile, non_torch: int, consumed: int) -> int:
+    """vLLM's own arithmetic on terms: three terms through 0.26, ``total_consumed`` and the headroom from 0.27."""
+    if found.total_consumed is None:
+        return non_torch + (found.torch_peak - found.torch_before) + found.weights
+    assert found.torch_allocated is not None
+    return consumed + (found.torch_peak - found.torch_allocated)
+
+
+@pytest.mark.parametrize("consumed", [True, False])
+@pytest.mark.parametrize("foreign", [0, 5, -7.23])
+def test_terms_put_own_bytes_into_the_formula_of_each_era(consumed: bool, foreign: float) -> None:
+    found = profile(consumed=consumed, foreign=foreign)
+    made = terms(measured(gib(11)), found)
+    assert made.exact
+    assert made.non_kv == gib(11) + gib(2)
+    assert stock_sum(found, made.non_torch_increase, made.total_consumed) == made.non_kv
+
+
+@pytest.mark.parametrize("consumed", [True, False])
+def test_s3(consumed: bool) -> None:
+    """Requested 56.15, weights 15, peak 2, other 0.6; a neighbour frees. 38.55 with own memory known, else <= 39.15."""
+    found = profile(total=200, weights=15, other=0.6, foreign=-22.83, consumed=consumed)
+    known = terms(measured(gib(15.6)), found)
+    assert budget(gib(56.15), known.non_kv) / GIB == pytest.approx(38.55, abs=1e-6)
+    unknown = terms(UNKNOWN, found)
+    assert not unknown.exact and unknown.reason == "not listed"
+    assert budget(gib(56.15), unknown.non_kv) / GIB == pytest.approx(39.15, abs=1e-6)
+
+
+@pytest.mark.parametrize("consumed", [True, False])
+def test_b4_a_miss_gives_what_the_measurement_gives(consumed: bool) -> None:
+    found = profile(consumed=consumed)
+    assert budget(gib(30), terms(measured(gib(11)), found).non_kv) == gib(17)
+    assert budget(gib(30), terms(UNKNOWN, found).non_kv) == gib(17)
+
+
+def test_s4_the_neighbour_is_not_charged_twice() -> None:
+    found = profile(total=60.96, weights=2.2, peak=0.6, other=0.1)
+    made = terms(measured(gib(2.3)), found)
+    assert budget(gib(60.96 * 0.4), made.non_kv) / GIB == pytest.approx(21.48, abs=0.01)
+    # B19: total 48, neighbour 20, utilisation 0.5, own 6.
+    assert budget(gib(24), gib(6)) == gib(18)
+
+
+def test_s5_decimal_slice() -> None:
+    found = Profile(16 * 10**9, 16 * 10**9, 10**10, 6 * 10**9, 7 * 10**9, 6 * 10**9, 6 * 10**9, 6 * 10**9, 0, 6 * 10**9)
+    made = terms(UNKNOWN, found)
+    assert budget(math.ceil(16e9 * 0.9), made.non_kv) == 7_400_000_000
+
+
+def test_b6_memory_outside_the_weight_loader() -> None:
+    """Weights 12, constructor-persistent 3, other 0.5, headroom 2, requested 60: 42.50, not 45.50."""
+    for consumed in (True, False):
+        found = profile(total=80, weights=12, persistent=3, other=0.5, consumed=consumed)
+        assert budget(gib(60), terms(measured(gib(15.5)), found).non_kv) == gib(42.5)
+        assert budget(gib(60), terms(UNKNOWN, found).non_kv) <= gib(43)
+
+
+def test_b17_impossible_torch_figures_are_rejected() -> None:
+    assert possible(gib(40), gib(24)) is None
+    assert possible(-1, gib(24)) is None
+    assert possible(gib(24), gib(24)) == gib(24)
+    assert trust(measured(gib(19)), gib(24), gib(40), gib(15)).bytes == gib(19)
+    assert trust(measured(gib(3)), gib(24), gib(40), gib(15)).state == "unknown"
+    found = replace(profile(total=24, weights=15), torch_reserved=gib(40))
+    made = terms(UNKNOWN, found)
+    assert made.non_kv == found.stock_non_kv
+
+
+def test_b21_the_fallback_is_near_the_truth() -> None:
+    for weights, peak, other, truth in ((0.93, 0.59, 0.11, 34.70), (8.61, 1.70, 0.11, 25.90)):
+        for consumed in (True, False):
+            found = profile(weights=weights, peak=peak, other=other, consumed=consumed)
+            value = budget(gib(36.33), terms(UNKNOWN, found).non_kv)
+            assert value <= gib(truth) * 1.005
+            assert value >= gib(truth) * 0.99
+
+
+@pytest.mark.parametrize("graphs", [-35.69, 0.0])
+def test_b13_a_negative_estimate_never_enlarges(graphs: float) -> None:
+    assert budget(gib(96), gib(50), gib(graphs)) == gib(46)
+
+
+def test_b16() -> None:
+    assert budget(gib(65.32), gib(0.93) + gib(0.14) + gib(0.34)) / GIB == pytest.approx(63.91, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("own", "reserved", "state"),
+    [
+        (11, 10, "measured"),
+        (10, 10, "measured"),
+        (9.97, 10, "measured"),
+        (9.9, 10, "unknown"),
+        (40, 15, "unknown"),
+        (19, 15, "measured"),
+        (20, 15, "unknown"),
+        (200, 15, "unknown"),
+        (0, 0, "unknown"),
+    ],
+)
+def test_trust(own: float, reserved: float, state: str) -> None:
+    """B7: another process with our number on the host is far above or below what torch reserved."""
+    reading = Reading("zero" if own == 0 else "measured", gib(own), "UUID")
+    assert trust(reading, gib(48), gib(reserved)).state == state
+
+
+def test_trust_asks_for_common_growth() -> None:
+    """A stranger near our size that does not grow as we do."""
+    started = Baseline(own=gib(13), torch_reserved=0)
+    assert trust(measured(gib(13)), gib(80), gib(12), 0, started).state == "unknown"
+    assert trust(measured(gib(13)), gib(80), gib(12), 0, Baseline(gib(0.5), 0)).state == "measured"
+
+
+def test_trust_keeps_the_reason_of_an_unknown_reading() -> None:
+    assert trust(UNKNOWN, gib(48), gib(10)) is UNKNOWN
+
+
+def test_a_missing_torch_figure_is_not_exact() -> None:
+    found = replace(profile(consumed=False), torch_allocated=None)
+    made = terms(measured(gib(11)), found)
+    assert not made.exact
+    assert "torch's allocated bytes" in made.reason
+    assert made.non_kv == found.stock_non_kv
+    assert found.headroom is None
+
+
+@pytest.mark.parametrize("requested", [float("nan"), float("inf"), -1.0])
+def test_budget_refuses_what_is_no_size(requested: float) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        budget(requested, 0)
+
+
+def test_unified_limit() -> None:
+    assert unified_limit(gib(30), gib(119), gib(20)) == gib(10) - UNIFIED_RESERVE
+    assert unified_limit(gib(5), gib(119), gib(20)) == 0
+    assert unified_limit(gib(120), gib(94), 0) == gib(94) - UNIFIED_RESERVE
+    assert budget(gib(83), gib(50), 0, gib(9)) == gib(9)
+
+
+def test_s4_refusal() -> None:
+    text = refusal("cuda:0", gib(60.96), gib(36.6), 60.96 * GIB * 0.7, gib(0.1), unified=False)
+    assert "42.67 GiB wanted, 36.60 GiB free of 60.96 GiB" in text
+    assert "other processes hold 24.26 GiB" in text
+    assert "at most 0.6003" in text
+    assert "other processes" not in refusal("cuda:0", gib(60.96), gib(36.6), 1.0, None, unified=False)
+
+
+def test_s6_refusal() -> None:
+    text = refusal("cuda:0", gib(119.56), gib(56.3), 119.56 * GIB * 0.5, None, unified=True)
+    assert "unified memory" in text
+    assert "59.78 GiB wanted, 56.30 GiB available" in text
+
+
+@given(free=st.integers(0, 1 << 40), total=st.integers(0, 1 << 40))
+def test_floor_utilization_fits(free: int, total: int) -> None:
+    value = floor_utilization(free, total)
+    assert 0 <= value <= 1
+    if value:
+        assert math.ceil(total * value) <= free
+
+
+SIZES = st.integers(0, 1 << 42)
+CHANGES = st.integers(-(1 << 42), 1 << 42)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    allocated = draw(SIZES)
+    return Profile(
+        total=draw(st.integers(1, 1 << 42)),
+        free_before=draw(SIZES),
+        free_after=draw(SIZES),
+        weights=draw(SIZES),
+        torch_peak=allocated + draw(SIZES),
+        torch_before=draw(SIZES),
+        torch_reserved=draw(st.none() | CHANGES),
+        torch_allocated=draw(st.none() | st.just(allocated)),
+        non_torch_increase=draw(CHANGES),
+        total_consumed=draw(st.none() | CHANGES),
+    )
+
+
+READINGS = st.just(UNKNOWN) | SIZES.map(lambda n: Reading("measured" if n else "zero", n, "UUID"))
+
+
+@given(
+    found=profiles(), reading=READINGS, requested=st.floats(0, 1e13) | SIZES, graphs=CHANGES, limit=st.none() | SIZES
+)
+def test_budget_is_bounded_and_whole(
+    found: Profile, reading: Reading, requested: float, graphs: int, limit: int | None
+) -> None:
+    made = terms(trust(reading, found.total, found.torch_reserved, found.weights), found)
+    value = budget(requested, made.non_kv, graphs, limit)
+    assert type(value) is int
+    assert 0 <= value <= requested
+    if limit is not None:
+        assert value <= limit
+
+
+@given(found=profiles(), requested=SIZES, graphs=SIZES)
+def test_unknown_is_never_more_than_vllms_own(found: Profile, requested: int, graphs: int) -> None:
+    """Where the process cannot be read, the fallback gives at most vLLM's figure of this release."""
+    value = budget(requested, terms(UNKNOWN, found).non_kv, graphs)
+    assert value <= max(requested - found.stock_non_kv - graphs, 0) or found.torch_allocated is None
+
+
+@given(found=profiles(), own=SIZES, more=SIZES, requested=SIZES)
+def test_budget_falls_with_used_and_rises_with_requested(found: Profile, own: int, more: int, requested: int) -> None:
+    found = replace(found, torch_allocated=found.torch_peak)
+    low, high = (terms(measured(count), found).non_kv for count in (own, own + more))
+    assert budget(requested, high) <= budget(requested, low)
+    assert budget(requested, low) <= budget(requested + more, low)
+
+
+@given(found=profiles(), own=st.integers(1, 1 << 42), shift=CHANGES)
+def test_a_neighbour_does_not_enter_a_measured_budget(found: Profile, own: int, shift: int) -> None:
+    """Whatever free memory and vLLM's device-wide terms say, a trusted reading gives the same terms."""
+    found = replace(found, torch_allocated=min(found.torch_peak, 1 << 41))
+    other = replace(
+        found,
+        free_after=found.free_after + shift,
+        non_torch_increase=found.non_torch_increase - shift,
+        total_consumed=None if found.total_consumed is None else found.total_consumed - shift,
+    )
+    assert terms(measured(own), found) == terms(measured(own), other)
+
+
+@given(own=st.integers(0, 1 << 42), reserved=st.integers(0, 1 << 42), total=st.integers(1, 1 << 42))
+def test_trusted_readings_are_near_torch(own: int, reserved: int, total: int) -> None:
+    reading = trust(Reading("measured" if own else "zero", own, "UUID"), total, reserved)
+    if reading.state == "measured" and reserved <= total:
+        assert reserved - (64 << 20) <= own <= reserved + max(NON_TORCH_ALLOWANCE, int(total * 0.1))

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory report: table, file, gauges, advice, pictures, and that it cannot disturb anything."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+from vllm_omni_patch.patches.available_memory import picture, report
+from vllm_omni_patch.patches.available_memory.cli import app
+from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input, advise, emit, utilization_for
+
+from vllm_omni_patch import ledger, metrics
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(metrics, "_values", {})
+    ledger.publish(report.MODEL_LOCAL_KV, None)
+    yield
+    ledger.publish(report.MODEL_LOCAL_KV, None)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("VLLM_OMNI_PATCH_REPORT_DIR", str(tmp_path))
+    return tmp_path
+
+
+def made(kv: int = 17 * GIB, total: int = 48 * GIB, requested: int = 30 * GIB, **more: Any) -> BudgetReport:
+    inputs = [
+        Input.measured(report.DEVICE_TOTAL, total, "torch"),
+        Input(report.UTILIZATION, requested / total, "gpu_memory_utilization", "configured", "ratio"),
+        Input(report.REQUESTED, requested, "device total x gpu_memory_utilization", "configured"),
+        Input.measured(report.WEIGHTS, 10 * GIB, "model_runner.model_memory_usage"),
+        Input.measured(report.ACTIVATION_PEAK, 2 * GIB, "torch"),
+        Input.measured(report.GRAPH_ESTIMATE, 0, "model_runner.profile_cudagraph_memory"),
+    ]
+    return BudgetReport("gpu", "Worker", "stock", kv, device="cuda:0", rank=0, inputs=inputs, **more)
+
+
+def publish(pending: int | None, resident: int = 0, uncharged: int = 0) -> None:
+    declared = resident + (pending or 0)
+    ledger.publish(
+        report.MODEL_LOCAL_KV,
+        {
+            "declared_bytes": declared,
+            "resident_bytes": resident,
+            "uncharged_bytes": uncharged,
+            "pending_bytes": pending,
+            "entries": [],
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "state"),
+    [(None, "unknown"), (float("nan"), "unknown"), (0, "zero"), (0.0, "zero"), (5, "measured"), (-5, "measured")],
+)
+def test_input_states(value: Any, state: str) -> None:
+    item = Input.measured("weights", value, "torch")
+    assert item.state == state
+    assert (item.value is None) == (state == "unknown")
+
+
+def test_the_file_has_every_standard_input_and_unknown_is_null(folder: Path) -> None:
+    path = emit(made())
+    assert path == str(folder / f"memory-{os.getpid()}.json")
+    data = json.loads(Path(path).read_text())
+    assert data["schema"] == 1 and data["kv_bytes"] == 17 * GIB and data["pid"] == os.getpid()
+    found = {item["name"]: item for item in data["inputs"]}
+    assert {name for name, _ in report.STANDARD} <= set(found)
+    assert (found["other_processes"]["state"], found["other_processes"]["value"]) == ("unknown", None)
+    assert (found["graph_estimate"]["state"], found["graph_estimate"]["value"]) == ("zero", 0)
+    assert data["blocks"] is None
+
+
+def test_the_table(folder: Path) -> None:
+    publish(2 * GIB, resident=GIB)
+    budget = made()
+    budget.notes.append("a note")
+    emit(budget)
+    text = report.as_text(report.to_dict(budget))
+    for line in (
+        "KV cache budget of Worker (cuda:0, rank 0, pid",
+        "48.00 GiB  measured: torch",
+        "0.625  configured: gpu_memory_utilization",
+        "unknown  unknown: not measured by this worker",
+        "model_local_kv still to come",
+        "17.00 GiB  18253611008 bytes, policy stock",
+        "note: a note",
+    ):
+        assert line in text
+    assert len({len(line) - len(line.lstrip()) for line in text.splitlines()[1:]}) == 1
+
+
+def test_one_log_record_and_a_brief_one_later(caplog: pytest.LogCaptureFixture) -> None:
+    budget = made()
+    with caplog.at_level(logging.INFO, logger="vllm.omni_patch.memory"):
+        logging.getLogger("vllm").propagate = True
+        emit(budget)
+        budget.blocks, budget.block_bytes = 1088, 16 << 20
+        emit(budget, brief=True)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert texts[1] == "KV cache laid out: 1088 blocks of 16777216 bytes"
+
+
+def test_gauges_are_known_bytes_only() -> None:
+    publish(2 * GIB)
+    emit(made())
+    values = {name: value for (name, _), value in metrics.values().items()}
+    assert values["memory_kv_cache_bytes"] == 17 * GIB
+    assert values["memory_device_total_bytes"] == 48 * GIB
+    assert values["memory_graph_estimate_bytes"] == 0
+    assert values["memory_model_local_kv_pending_bytes"] == 2 * GIB
+    assert "memory_other_processes_bytes" not in values
+    assert not [name for name in values if "utilization" in name]
+    assert all(name.endswith("_bytes") for name in values)
+
+
+@pytest.mark.parametrize("broken", ["as_text", "complete", "to_dict", "_set_gauges"])
+def test_emit_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("broken on purpose")
+
+    monkeypatch.setattr(report, broken, fail)
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert emit(made()) is None
+    assert "the budget is not affected" in caplog.text
+
+
+def test_emit_survives_a_broken_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def info(self, *args: Any) -> None:
+            raise OSError("no space left")
+
+        warning = info
+
+    monkeypatch.setattr(report, "logger", Broken())
+    assert emit(made()) is None
+
+
+def test_an_unwritable_folder_is_a_log_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VLLM_OMNI_PATCH_REPORT_DIR", str(tmp_path / "file"))
+    assert emit(made()) is None
+
+
+# What to set
+
+
+def test_nothing_to_set_when_nothing_is_to_come() -> None:
+    assert advise(made()) == []
+    budget = made()
+    publish(0, resident=GIB)
+    report.complete(budget)
+    assert budget.advice == []
+
+
+def test_exact_settings_for_what_is_to_come() -> None:
+    publish(2 * GIB)
+    budget = made()
+    report.complete(budget)
+    # 30 GiB of 48 are requested; 28 / 48 is 0.58333, and four decimals of it leave at least 2 GiB.
+    assert budget.advice == [
+        f"To leave room for 2.00 GiB of model-local KV still to come: --kv-cache-memory-bytes {15 * GIB}, or "
+        "--gpu-memory-utilization 0.5833"
+    ]
+
+
+def test_what_is_reserved_needs_no_setting() -> None:
+    publish(2 * GIB)
+    budget = made(kv=15 * GIB, reserved_for_model_local_kv=2 * GIB)
+    report.complete(budget)
+    assert budget.advice == []
+
+
+def test_an_unknown_amount_gives_no_setting() -> None:
+    publish(None)
+    budget = made()
+    report.complete(budget)
+    assert budget.advice == [
+        "How much model-local KV is still to come is not known; no setting can be computed for it."
+    ]
+
+
+def test_bytes_in_place_that_the_budget_does_not_count() -> None:
+    """Reserved blocks of a graph pool are in none of the terms through vLLM 0.26; own memory contains them."""
+    publish(0, resident=GIB, uncharged=GIB)
+    budget = made()
+    report.complete(budget)
+    assert f"--kv-cache-memory-bytes {16 * GIB}" in budget.advice[0]
+    assert "1.00 GiB in place that this budget does not count" in budget.advice[0]
+    counted = made(counts_own_process=True)
+    report.complete(counted)
+    assert counted.advice == []
+
+
+def test_no_room_at_all() -> None:
+    publish(20 * GIB)
+    budget = made()
+    report.complete(budget)
+    assert budget.advice[0].startswith("There is no room for a KV cache beside 20.00 GiB")
+
+
+def test_a_neighbour_that_grew_limits_the_room() -> None:
+    budget = made()
+    budget.inputs.append(Input.measured(report.DEVICE_FREE, 12 * GIB, "torch"))
+    report.complete(budget)
+    assert budget.advice == [
+        f"To leave room for only 12.00 GiB free: --kv-cache-memory-bytes {12 * GIB}, or --gpu-memory-utilization 0.5208"
+    ]
+
+
+def test_old_cpu_releases_are_set_by_their_variable() -> None:
+    publish(2 * GIB)
+    budget = made(kv_setting="VLLM_CPU_KVCACHE_SPACE", linear_in_requested=False)
+    report.complete(budget)
+    assert budget.advice == ["To leave room for 2.00 GiB of model-local KV still to come: VLLM_CPU_KVCACHE_SPACE=15"]
+
+
+@given(
+    total=st.integers(1 << 20, 1 << 42),
+    utilization=st.floats(0.0001, 1),
+    non_kv=st.integers(0, 1 << 42),
+    pending=st.integers(1, 1 << 41),
+)
+def test_the_utilization_leaves_at_least_the_room(total: int, utilization: float, non_kv: int, pending: int) -> None:
+    requested = math.ceil(total * utilization)
+    kv = requested - non_kv
+    if kv <= pending:
+        return
+    budget = made(kv=kv, total=total, requested=requested)
+    value = utilization_for(budget, kv - pending)
+    if value is not None:
+        assert math.ceil(total * value) - non_kv <= kv - pending
+
+
+# Text, JSON and pictures
+
+
+@pytest.fixture
+def reports(folder: Path) -> Path:
+    for pid, rank in ((11, 0), (12, 1)):
+        publish(2 * GIB, resident=GIB)
+        budget = made()
+        budget.rank = rank
+        budget.inputs.append(Input.measured(report.OWN_PROCESS, 13 * GIB, "NVML"))
+        budget.inputs.append(Input.measured(report.OTHER_PROCESSES, 5 * GIB, "NVML"))
+        report.complete(budget)
+        (folder / f"memory-{pid}.json").write_text(json.dumps({**report.to_dict(budget), "pid": pid}))
+    (folder / "model-local-kv-11.json").write_text(
+        json.dumps(
+            {
+                "schema": 1,
+                "pid": 11,
+                "loads": [
+                    {
+                        "runner": "GPUModelRunner",
+                        "model": "<Codec>",
+                        "status": "declared",
+                        "entries": [
+                            {
+                                "owner": "decoder",
+                                "name": "codec_request",
+                                "declared_peak": 2 * GIB,
+                                "charge": "pending",
+                                "charge_reason": "allocated per request",
+                            }
+                        ],
+                        "failed": [],
+                    }
+                ],
+                "figures": {"declared_bytes": 3 * GIB, "resident_bytes": GIB, "pending_bytes": 2 * GIB},
+            }
+        )
+    )
+    (folder / "memory-13.json").write_text("{ not json")
+    return folder
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args))
+
+
+def test_memory_prints_every_worker(reports: Path) -> None:
+    result = run(str(reports))
+    assert result.exit_code == 0
+    assert result.output.count("KV cache budget of Worker") == 2
+    assert "rank 0, pid 11" in result.output and "rank 1, pid 12" in result.output
+    assert "decoder.codec_request: 2.00 GiB, pending: allocated per request" in result.output
+    assert "--kv-cache-memory-bytes 16106127360" in result.output
+
+
+def test_memory_json(reports: Path) -> None:
+    data = json.loads(run(str(reports), "--json").stdout)
+    assert [each["pid"] for each in data["memory"]] == [11, 12]
+    assert data["model_local_kv"][0]["figures"]["pending_bytes"] == 2 * GIB
+    assert json.loads(run("--json", str(reports)).stdout) == data
+
+
+def test_memory_html_stands_alone(reports: Path, tmp_path: Path) -> None:
+    result = run("show", str(reports), "--html", str(tmp_path / "budget.html"))
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "budget.html").read_text()
+    for part in ("http:", "https:", "<script", "<link", "src=", "url("):
+        assert part not in page
+    assert "&lt;Codec&gt;" in page and "<Codec>" not in page
+    drawing = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    bars = [item for item in drawing.iter("rect") if item.get("height") == "28"]
+    assert len(bars) == 2 * 8
+    assert sum(float(item.get("width", 0)) for item in bars[:8]) == pytest.approx(980, abs=0.1)
+
+
+def test_memory_png(reports: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = run(str(reports), "--png", str(tmp_path / "budget.png"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "budget.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_png_without_matplotlib_names_the_extra(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run(str(reports), "--png", str(tmp_path / "budget.png"))
+    assert result.exit_code == 1
+    assert "vllm-omni-patch[plots]" in result.output
+
+
+def test_memory_of_nothing(tmp_path: Path) -> None:
+    empty = run(str(tmp_path))
+    assert empty.exit_code == 1 and "has no memory-<pid>.json" in empty.output
+    missing = run(str(tmp_path / "none"))
+    assert missing.exit_code == 2 and "is not a folder" in missing.output
+
+
+def test_calibrate_is_a_command_of_memory() -> None:
+    result = run("calibrate", "--help")
+    assert result.exit_code == 0
+    assert "NCC_EVRF009" in result.output
+
+
+def test_the_bar_adds_up(reports: Path) -> None:
+    each = picture.bar(picture.load(reports)[0])
+    parts = dict(each.parts)
+    assert parts == {
+        "other processes": 5 * GIB,
+        "weights": 10 * GIB,
+        "model-local KV, resident": GIB,
+        "other memory of this process": 2 * GIB,
+        "activation peak": 2 * GIB,
+        "KV cache": 17 * GIB,
+        "model-local KV, still to come": 2 * GIB,
+        "not claimed": 9 * GIB,
+    }
+    assert each.height == each.total
+
+
+def test_a_bar_beyond_the_device_is_marked() -> None:
+    budget = made(kv=40 * GIB)
+    report.complete(budget)
+    data = report.to_dict(budget)
+    each = picture.bar(data)
+    assert each.total is not None and each.height > each.total
+    assert "the device ends here" in picture.html_page([data], [])
+
+
+def test_a_report_of_another_shape_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "memory-7.json").write_text(json.dumps({"schema": 9, "pid": 7, "inputs": []}))
+    (tmp_path / "memory-8.json").write_text("[]")
+    result = run(str(tmp_path), "--html", str(tmp_path / "page.html"))
+    assert result.exit_code == 0, result.output
+    assert "pid 7" in result.output
