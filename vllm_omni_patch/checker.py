@@ -19,6 +19,10 @@ from vllm_omni_patch.views import Missing
 DOCUMENTED_REASON = "from the public source; the contract is checked when the module is imported"
 
 
+# Starting two processes takes as long as judging this many releases.
+_WORTH_A_POOL = 8
+
+
 @dataclass(frozen=True)
 class Question:
     """One target of one patch: what a worker process needs to know to judge it."""
@@ -117,7 +121,7 @@ def rebuild(
     Args:
         releases: releases by distribution. A distribution without any gets no rows.
         progress: told one line per release.
-        jobs: processes; by default one per core.
+        jobs: processes; by default one per core where there are enough releases.
 
     Raises:
         ReleaseError: a release cannot be fetched.
@@ -133,7 +137,8 @@ def rebuild(
     # The newest releases take longest, so they start first.
     work.reverse()
     rows: list[Row] = []
-    jobs = min(jobs or len(os.sched_getaffinity(0)), len(work) or 1)
+    if jobs is None:
+        jobs = len(os.sched_getaffinity(0)) if len(work) >= _WORTH_A_POOL else 1
     if jobs == 1:
         results = map(_judge_release, work)
         rows = _collect(results, progress)

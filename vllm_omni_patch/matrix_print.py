@@ -54,7 +54,11 @@ def _line(one: Assessment) -> tuple[str, ...]:
 
 def _not_installed(found: Sequence[Assessment]) -> tuple[str, list[str]]:
     counts = Counter(one.row.distribution for one in found if one.action == "not installed")
-    return "Not installed", [f"{name} ({count} targets)" for name, count in counts.items()]
+    return "Not installed", [f"{name} ({_targets(count)})" for name, count in counts.items()]
+
+
+def _targets(count: int) -> str:
+    return f"{count} target{'' if count == 1 else 's'}"
 
 
 def _reasons(found: Sequence[Assessment]) -> tuple[str, list[str]]:
@@ -85,7 +89,7 @@ def _upgrades(found: Sequence[Assessment]) -> list[tuple[str, list[str]]]:
         else:
             items += _change(one, change)
     for title, count in same.items():
-        paragraphs[title].append(f"{count} {'target is' if count == 1 else 'targets are'} as before")
+        paragraphs[title].append(f"{_targets(count)} as before")
     return list(paragraphs.items())
 
 

@@ -82,8 +82,11 @@ def release_key(release: str | None) -> str | None:
 
 
 def ordered(releases: Iterable[str]) -> list[str]:
-    """Releases from oldest to newest, each once."""
-    return sorted(set(releases), key=Version)
+    """Releases from oldest to newest, each once, in the first way of writing it that is given."""
+    by_version: dict[Version, str] = {}
+    for release in releases:
+        by_version.setdefault(Version(release), release)
+    return [by_version[version] for version in sorted(by_version)]
 
 
 class Table:
