@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a hit costs a request, through a real vLLM: no cache, vLLM's example connector, LMCache's own engine, ours.
+
+    python scripts/bench_ec_vllm.py [--images 20] [--rounds 3]
+
+All engines of the comparison run at the same time and are asked in turn, so that each ratio compares requests that met
+the same machine. Printed are medians of a request's time in ms and their ratio to vLLM's ``ECExampleConnector``:
+
+* ``after restart``: images that were stored by an engine that has ended, each asked once;
+* ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here.
+
+LMCache's engine sits behind the thinnest class that makes it a connector, with its storage on ``fs://``. Its engine
+ends at the first hit after a restart (it never reads a backend), so its first column is what happened then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "live"))
+
+import engine_process
+import tiny_model
+
+ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]
+BASELINE = "ECExampleConnector"
+UPSTREAM = "LMCache's engine"
+THIN = """
+from lmcache.integration.vllm.vllm_ec_adapter import LMCacheECConnectorImpl
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+
+class ThinLMCacheConnector(ECConnectorBase):
+    def __init__(self, vllm_config, role):
+        super().__init__(vllm_config, role)
+        self._impl = LMCacheECConnectorImpl(vllm_config, role, self)
+
+    def start_load_caches(self, encoder_cache, **kwargs):
+        self._impl.start_load_caches(encoder_cache, **kwargs)
+
+    def save_caches(self, encoder_cache, mm_hash, **kwargs):
+        self._impl.save_caches(encoder_cache, mm_hash, **kwargs)
+
+    def has_cache_item(self, identifier):
+        return self._impl.has_cache_item(identifier)
+
+    def update_state_after_alloc(self, request, index):
+        self._impl.update_state_after_alloc(request, index)
+
+    def build_connector_meta(self, scheduler_output):
+        return self._impl.build_connector_meta(scheduler_output)
+
+    def shutdown(self):
+        self._impl.close()
+"""
+
+
+class Variant:
+    """One way to run vLLM, and the folder in which it keeps what outlives it."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.name = name
+        self.folder = os.path.join(folder, name.replace(" ", "-").replace("'", "").replace(",", ""))
+        os.makedirs(self.folder, exist_ok=True)
+        self.flag: str | None = None
+        self.ec: Mapping[str, Any] | None = None
+        self.env: dict[str, str] = {}
+        self.survives = False
+
+    def boot(self, model: str) -> engine_process.Server:
+        return engine_process.Server(
+            model, self.folder, ec=self.ec, flag=self.flag, env=self.env, arguments=ARGUMENTS, name="engine"
+        )
+
+
+def variants(folder: str) -> list[Variant]:
+    none = Variant("no cache", folder)
+    example = Variant(BASELINE, folder)
+    example.ec = {
+        "ec_connector": BASELINE,
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"shared_storage_path": os.path.join(example.folder, "store")},
+    }
+    example.survives = True
+    upstream = Variant(UPSTREAM, folder)
+    upstream.ec = {
+        "ec_connector": "ThinLMCacheConnector",
+        "ec_role": "ec_both",
+        "ec_connector_module_path": "thin_lmcache",
+    }
+    with open(os.path.join(upstream.folder, "thin_lmcache.py"), "w") as file:
+        file.write(THIN)
+    store = os.path.join(upstream.folder, "store")
+    os.makedirs(store)
+    upstream.env = {
+        "PYTHONPATH": upstream.folder,
+        "LMCACHE_EC_MAX_LOCAL_CPU_SIZE": "0.5",
+        "LMCACHE_EC_REMOTE_URL": f"fs://host:0{store}",
+    }
+    ours = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
+    disk = Variant("ours, disk", folder)
+    disk.flag, disk.ec, disk.survives = "ec_connector", ours, True
+    disk.env = {"LMCACHE_EC_LOCAL_DISK": os.path.join(disk.folder, "store")}
+    memory = Variant("ours, memory", folder)
+    memory.flag, memory.ec = "ec_connector", ours
+    return [none, example, upstream, disk, memory]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--images", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the steady part")
+    options = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="bench-ec-")
+    # A vision side that costs several times what the rest of a request does, as real ones do.
+    model = tiny_model.make(os.path.join(folder, "model"), vision_layers=8, vision_width=256, image_size=224)
+    every = variants(folder)
+    images = list(range(1000, 1000 + options.images))
+    for variant in every:
+        if variant.survives:
+            with variant.boot(model) as server:
+                for seed in images:
+                    check(server.image(seed), server)
+                time.sleep(1)
+    running = [(variant, variant.boot(model)) for variant in every]
+    try:
+        for _, server in running:
+            for seed in (1, 2, 3, 4):
+                check(server.image(seed), server)
+        first = ask([r for r in running if r[0].survives or r[0].ec is None], images)
+        ask(running, images)
+        steady: dict[str, list[float]] = {variant.name: [] for variant in every}
+        for _ in range(options.rounds):
+            for name, times in ask(running, images).items():
+                steady[name] += times
+        served = {v.name: hits(s) for v, s in running if v.flag}
+    finally:
+        for _, server in running:
+            server.group.kill()
+    died = upstream_after_restart(next(v for v in every if v.name == UPSTREAM), model, images)
+    report(every, first, steady, served, died)
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def check(answer: engine_process.Answer, server: engine_process.Server) -> float:
+    if not answer.ok:
+        raise RuntimeError(f"a request failed: {answer.error}\n{server.log()[-4000:]}")
+    return answer.seconds
+
+
+def ask(running: list[tuple[Variant, engine_process.Server]], images: list[int]) -> dict[str, list[float]]:
+    """Each image once to each engine, the engines in an order that turns from image to image."""
+    times: dict[str, list[float]] = {variant.name: [] for variant, _ in running}
+    for number, seed in enumerate(images):
+        turn = number % len(running)
+        for variant, server in running[turn:] + running[:turn]:
+            times[variant.name].append(check(server.image(seed), server))
+    return times
+
+
+def hits(server: engine_process.Server) -> float:
+    time.sleep(3)
+    lines = server.get("/metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm_omni_patch_ec_hits_total"))
+
+
+def upstream_after_restart(variant: Variant, model: str, images: list[int]) -> str:
+    with variant.boot(model) as server:
+        if server.image(images[0]).ok:
+            return "answered"
+        return "answered with an error" if server.healthy() else "engine dead at the first hit"
+
+
+def report(
+    every: list[Variant],
+    first: dict[str, list[float]],
+    steady: dict[str, list[float]],
+    served: dict[str, float],
+    died: str,
+) -> None:
+    print(f"{'':22}{'after restart':>24}{'steady':>24}   (median ms, ratio to {BASELINE}, n)")
+    for variant in every:
+        columns = [column(times, variant.name) for times in (first, steady)]
+        if variant.name == UPSTREAM:
+            columns[0] = f"{died:>24}"
+        print(f"{variant.name:22}{columns[0]}{columns[1]}")
+    for name, count in served.items():
+        print(f"{name}: {count:.0f} hits counted")
+    if "ours, disk" in first:
+        print(
+            f"first three after restart, ms: {milliseconds(first['ours, disk'][:3])} (ours, disk)"
+            f" {milliseconds(first[BASELINE][:3])} ({BASELINE})"
+        )
+
+
+def milliseconds(times: list[float]) -> str:
+    return ", ".join(f"{1000 * t:.1f}" for t in times)
+
+
+def column(times: dict[str, list[float]], name: str) -> str:
+    if name not in times or not times[name]:
+        return f"{'-':>24}"
+    median = statistics.median(times[name])
+    ratio = median / statistics.median(times[BASELINE])
+    return f"{1000 * median:>12.1f} {ratio:>5.2f} {len(times[name]):>5}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
