@@ -102,25 +102,20 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Table:
-    """Rows of what was declared and what was measured, for ``scripts/check_families.py``."""
+    """What was declared and what was measured, for ``scripts/check_families.py``, which names the file to write."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, family: str, what: str, declared: int, measured: int, note: str = "") -> None:
-        """Note a pair of byte counts; the test asserts on them itself."""
-        self.rows.append(
-            {"family": family, "what": what, "declared_bytes": declared, "measured_bytes": measured, "note": note}
-        )
-
-    def write(self) -> None:
-        """Write the rows where ``FAMILIES_TABLE`` says, if it does."""
+        """Note a pair of byte counts. The test asserts on them itself."""
+        self.rows.append({"family": family, "what": what, "declared": declared, "measured": measured, "note": note})
         path = os.environ.get("FAMILIES_TABLE")
         if path:
-            import transformers
+            Path(path).write_text(json.dumps(self.rows, indent=1))
 
-            about = {"vllm_omni": ".".join(map(str, omni_release())), "transformers": transformers.__version__}
-            Path(path).write_text(json.dumps({**about, "rows": self.rows}, indent=1))
+
+TABLE = Table()
 
 
 # --- Qwen3-TTS ----------------------------------------------------------------------------------------------------

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "vllm_omni", reason="vLLM-Omni is not installed; scripts/check_families.py makes environments for it"
-)
+pytest.importorskip("vllm_omni", reason="vLLM-Omni is not installed; scripts/check_families.py makes an environment")
 torch = pytest.importorskip("torch")
 
-from tests.live import omni_caches as omni  # noqa: E402
-from tests.live.omni_caches import KiB, MiB, Table, cache_tensors, declared, entry, storage_bytes, view_bytes  # noqa: E402
+import omni_caches as omni  # noqa: E402
+from omni_caches import TABLE, KiB, MiB, cache_tensors, declared, entry, storage_bytes, view_bytes  # noqa: E402
 
 RELEASE = omni.omni_release()
 
@@ -36,14 +34,6 @@ def before(major: int, minor: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         (major, minor) <= RELEASE, reason=f"vLLM-Omni {RELEASE} is not older than {major}.{minor}"
     )
-
-
-@pytest.fixture(scope="session")
-def table() -> Iterator[Table]:
-    """Collects the rows of the published table."""
-    rows = Table()
-    yield rows
-    rows.write()
 
 
 # --- Qwen3-TTS ----------------------------------------------------------------------------------------------------
@@ -109,7 +99,7 @@ def caches_made() -> Iterator[list[str]]:
 
 @since(0, 28)
 @pytest.mark.parametrize("rows", [1, 4])
-def test_qwen3_eager_decode_holds_what_is_declared(qwen3: Any, table: Table, rows: int) -> None:
+def test_qwen3_eager_decode_holds_what_is_declared(qwen3: Any, rows: int) -> None:
     stage, config = qwen3
     config.scheduler_config.max_num_seqs = rows
     expected = torch.float32 if RELEASE == (0, 28) else torch.bfloat16
@@ -129,8 +119,8 @@ def test_qwen3_eager_decode_holds_what_is_declared(qwen3: Any, table: Table, row
     assert view_bytes(held) == kept.declared_peak == rows * 71 * 8 * 16 * 64 * 2 * expected.itemsize
     assert storage_bytes(held) <= kept.storage_peak
     assert peak[0] - storage_bytes(held) == working.storage_peak + joined.storage_peak
-    table.add("qwen3_tts", f"kept per request, {rows} requests", kept.declared_peak, view_bytes(held))
-    table.add(
+    TABLE.add("qwen3_tts", f"kept per request, {rows} requests", kept.declared_peak, view_bytes(held))
+    TABLE.add(
         "qwen3_tts",
         f"storage of one eager call beside the kept caches, {rows} requests",
         working.storage_peak + joined.storage_peak,
@@ -153,7 +143,7 @@ def test_qwen3_published_row_and_256_rows(qwen3: Any) -> None:
 
 @since(0, 28)
 @pytest.mark.parametrize("frames", [72, 125, 250])
-def test_qwen3_view_pins_the_whole_reference(qwen3: Any, table: Table, frames: int) -> None:
+def test_qwen3_view_pins_the_whole_reference(qwen3: Any, frames: int) -> None:
     stage, config = qwen3
     config.model_config.stage_connector_config["extra"]["ref_code_context_frames"] = frames
     kept = entry(declared(stage, config), "codec_decoder_request")
@@ -163,7 +153,7 @@ def test_qwen3_view_pins_the_whole_reference(qwen3: Any, table: Table, frames: i
     held = list(cache_tensors([request["past_key_values"]]))
     assert view_bytes(held) == kept.bytes_per_row
     assert storage_bytes(held) == kept.storage_per_row
-    table.add(
+    TABLE.add(
         "qwen3_tts", f"storage per request, reference of {frames} frames", kept.storage_per_row, storage_bytes(held)
     )
 
@@ -176,7 +166,7 @@ def test_qwen3_reference_that_is_not_cut_has_no_known_storage(qwen3: Any) -> Non
 
 
 @since(0, 28)
-def test_qwen3_request_without_reference_keeps_nothing(qwen3: Any, table: Table) -> None:
+def test_qwen3_request_without_reference_keeps_nothing(qwen3: Any) -> None:
     stage, config = qwen3
     kept = entry(declared(stage, config), "codec_decoder_request")
     request: dict[str, Any] = {"prefix_frames": 0}
@@ -184,7 +174,7 @@ def test_qwen3_request_without_reference_keeps_nothing(qwen3: Any, table: Table)
     _decode(stage, [request], 25)
     assert storage_bytes(cache_tensors([request["past_key_values"]])) == 0
     assert "without reference audio keeps 0 bytes" in kept.note
-    table.add("qwen3_tts", "request without reference audio", kept.declared_peak, 0, "over-declared: observed 0")
+    TABLE.add("qwen3_tts", "request without reference audio", kept.declared_peak, 0, "over-declared: observed 0")
 
 
 @since(0, 28)
@@ -201,7 +191,7 @@ def test_qwen3_working_copies_are_as_wide_as_one_call(qwen3: Any, limit: Any, se
 
 
 @since(0, 28)
-def test_qwen3_stateless_declares_and_makes_nothing(qwen3_folder: Path, table: Table) -> None:
+def test_qwen3_stateless_declares_and_makes_nothing(qwen3_folder: Path) -> None:
     config = omni.qwen3_config(qwen3_folder)
     config.model_config.async_chunk = False
     stage = omni.qwen3_stage(config)
@@ -212,7 +202,7 @@ def test_qwen3_stateless_declares_and_makes_nothing(qwen3_folder: Path, table: T
     with caches_made() as made, torch.no_grad():
         stage.decoder.batched_chunked_decode(_codes(stage, 2, 90), [90, 40])
     assert made == []
-    table.add("qwen3_tts", "stateless", 0, 0)
+    TABLE.add("qwen3_tts", "stateless", 0, 0)
 
 
 @since(0, 28)
@@ -256,7 +246,7 @@ def captured(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @since(0, 28)
 @pytest.mark.parametrize(("sizes", "rows"), [([1], 5), ([1, 2, 4], 35)])
-def test_qwen3_captures_hold_what_is_declared(captured: Any, table: Table, sizes: list[int], rows: int) -> None:
+def test_qwen3_captures_hold_what_is_declared(captured: Any, sizes: list[int], rows: int) -> None:
     stage, config, capture = captured
     eager = declared(stage, config, 64)
     wrapper = capture(sizes)
@@ -271,8 +261,8 @@ def test_qwen3_captures_hold_what_is_declared(captured: Any, table: Table, sizes
     # Graphs add the pool; they do not make the kept caches go away.
     assert entry(found, "codec_decoder_request") == entry(eager, "codec_decoder_request")
     assert entry(found, "codec_decoder_working_copy").rows == 1
-    table.add("qwen3_tts", f"graph pool, batch sizes {sizes}", pool.declared_peak, view_bytes(held))
-    table.add("qwen3_tts", f"graph pool storage, batch sizes {sizes}", pool.storage_peak, storage_bytes(held))
+    TABLE.add("qwen3_tts", f"graph pool, batch sizes {sizes}", pool.declared_peak, view_bytes(held))
+    TABLE.add("qwen3_tts", f"graph pool storage, batch sizes {sizes}", pool.storage_peak, storage_bytes(held))
 
 
 @since(0, 30)
@@ -286,7 +276,7 @@ def test_qwen3_native_declaration_stands_and_ours_corrects_it(qwen3: Any) -> Non
 
 
 @before(0, 28)
-def test_qwen3_old_decoder_is_inert(table: Table) -> None:
+def test_qwen3_old_decoder_is_inert() -> None:
     qwen3 = omni.module(omni.QWEN3)
     configuration = omni.module("qwen3_tts.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2")
     config = configuration.Qwen3TTSTokenizerV2Config(decoder_config=omni.QWEN3_WIDTHS).decoder_config
@@ -298,7 +288,7 @@ def test_qwen3_old_decoder_is_inert(table: Table) -> None:
     with caches_made() as made, torch.no_grad():
         decoder.chunked_decode(torch.randint(0, 16, (1, 4, 90)))
     assert made == []
-    table.add("qwen3_tts", "inert: a decode makes no cache", 0, 0)
+    TABLE.add("qwen3_tts", "inert: a decode makes no cache", 0, 0)
 
 
 # --- MiMo-Audio ---------------------------------------------------------------------------------------------------
@@ -311,7 +301,7 @@ def mimo() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_mimo_calls_hold_what_is_declared(mimo: Any, table: Table, rows: int) -> None:
+def test_mimo_calls_hold_what_is_declared(mimo: Any, rows: int) -> None:
     found = declared(mimo, max_num_seqs=rows)
     decode, encode = omni.mimo_caches(mimo, rows)
     for name, cache, row in (
@@ -322,10 +312,10 @@ def test_mimo_calls_hold_what_is_declared(mimo: Any, table: Table, rows: int) ->
         held = list(cache_tensors([cache]))
         assert one.bytes_per_row == row
         assert view_bytes(held) == storage_bytes(held) == one.declared_peak == one.storage_peak == rows * row
-        table.add("mimo_audio", f"{name}, {rows} rows", one.declared_peak, storage_bytes(held))
+        TABLE.add("mimo_audio", f"{name}, {rows} rows", one.declared_peak, storage_bytes(held))
 
 
-def test_mimo_buckets_hold_what_is_declared(mimo: Any, table: Table) -> None:
+def test_mimo_buckets_hold_what_is_declared(mimo: Any) -> None:
     sizes = omni.module(omni.MIMO).MIMO_CUDAGRAPH_BATCH_SIZES
     held = [omni.mimo_caches(mimo, rows) for rows in sizes]
     omni.mimo_captured(mimo)
@@ -347,7 +337,7 @@ def test_mimo_buckets_hold_what_is_declared(mimo: Any, table: Table) -> None:
             assert "a graph pool of its own" in pool.note
         else:
             assert "share one graph pool" in pool.note and "between 128 and 261 rows" in pool.note
-        table.add("mimo_audio", f"{name}, all buckets", pool.declared_peak, measured, "one cache per bucket, run here")
+        TABLE.add("mimo_audio", f"{name}, all buckets", pool.declared_peak, measured, "one cache per bucket, run here")
 
 
 def test_mimo_prefill_rows_come_from_the_batched_tokens(mimo: Any) -> None:
@@ -369,7 +359,7 @@ def minicpm() -> Iterator[Any]:
 
 
 @since(0, 28)
-def test_minicpm_session_holds_what_is_declared(minicpm: Any, table: Table) -> None:
+def test_minicpm_session_holds_what_is_declared(minicpm: Any) -> None:
     config = omni.duplex_config(session_mode="duplex", duplex_max_sessions=4)
     session = entry(declared(minicpm, config, 64), "whisper_encoder_self_attn")
     cache = omni.minicpm_stream(minicpm, 30)
@@ -377,7 +367,7 @@ def test_minicpm_session_holds_what_is_declared(minicpm: Any, table: Table) -> N
     assert not cache.cross_attention_cache.layers
     assert view_bytes(held) == storage_bytes(held) == session.bytes_per_row == session.storage_per_row == 140.625 * MiB
     assert (session.rows, session.declared_peak) == (4, 562.5 * MiB)
-    table.add("minicpm_o", "one duplex session, 1500 positions", session.bytes_per_row, storage_bytes(held))
+    TABLE.add("minicpm_o", "one duplex session, 1500 positions", session.bytes_per_row, storage_bytes(held))
 
 
 @since(0, 28)
@@ -395,7 +385,7 @@ def test_minicpm_unseen_mode_is_said_not_guessed(minicpm: Any) -> None:
 
 
 @before(0, 28)
-def test_minicpm_old_encoder_keeps_nothing(minicpm: Any, table: Table) -> None:
+def test_minicpm_old_encoder_keeps_nothing(minicpm: Any) -> None:
     found = declared(minicpm, omni.duplex_config(session_mode="duplex", duplex_max_sessions=4), 64)
     assert found.entries == []
     expected = "no streaming audio path" if RELEASE < (0, 26) else "lost after every chunk"
@@ -404,7 +394,7 @@ def test_minicpm_old_encoder_keeps_nothing(minicpm: Any, table: Table) -> None:
         cache = omni.minicpm_stream(minicpm, 2)
         tensors = [] if cache is None else list(cache_tensors([cache.self_attention_cache]))
         assert storage_bytes(tensors) == 0
-    table.add("minicpm_o", f"inert: {found.inert[0].reason}", 0, 0)
+    TABLE.add("minicpm_o", f"inert: {found.inert[0].reason}", 0, 0)
 
 
 # --- ming-flash-omni ----------------------------------------------------------------------------------------------
@@ -419,7 +409,7 @@ def ming() -> Iterator[Any]:
         yield omni.ming_generator()
 
 
-def test_ming_static_cache_holds_what_is_declared(ming: Any, table: Table) -> None:
+def test_ming_static_cache_holds_what_is_declared(ming: Any) -> None:
     found = declared(ming, max_num_seqs=64)
     one = entry(found, "talker_llm_static_cache")
     assert (one.rows, one.declared_peak, one.storage_peak) == (1, 24 * MiB, 24 * MiB)
@@ -429,7 +419,7 @@ def test_ming_static_cache_holds_what_is_declared(ming: Any, table: Table) -> No
         ming._model(inputs_embeds=torch.zeros(1, 5, 896, dtype=torch.bfloat16), past_key_values=cache, use_cache=True)
     held = list(cache_tensors([cache]))
     assert storage_bytes(held) == view_bytes(held) == one.declared_peak
-    table.add("ming_talker", "static cache after the prefill", one.declared_peak, storage_bytes(held))
+    TABLE.add("ming_talker", "static cache after the prefill", one.declared_peak, storage_bytes(held))
 
 
 def test_ming_talker_answers_for_its_generator(ming: Any) -> None:
@@ -449,7 +439,7 @@ def test_ming_talker_answers_for_its_generator(ming: Any) -> None:
 
 
 @since(0, 28)
-def test_four_families_add_up(mimo: Any, minicpm: Any, ming: Any, table: Table) -> None:
+def test_four_families_add_up(mimo: Any, minicpm: Any, ming: Any) -> None:
     """261 fixed and 8 per-sequence rows of 704 KiB, one session, one talker: 349.5625 MiB."""
     omni.mimo_captured(mimo)
     try:
@@ -468,4 +458,4 @@ def test_four_families_add_up(mimo: Any, minicpm: Any, ming: Any, table: Table) 
     }
     assert sum(peaks.values()) == 349.5625 * MiB
     assert all(e.rows_reason for e in found if e.row_driver == "fixed")
-    table.add("all four", "8 sequences, one session", sum(peaks.values()), int(349.5625 * MiB), "sum of measured rows")
+    TABLE.add("all four", "8 sequences, one session", sum(peaks.values()), int(349.5625 * MiB), "sum of measured rows")
