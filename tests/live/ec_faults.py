@@ -24,7 +24,11 @@ import wrapt
 def _arm(module):
     import ec_faults
     ec_faults.arm(module)
+def _arm_worker(module):
+    import ec_faults
+    ec_faults.arm_worker(module)
 wrapt.register_post_import_hook(_arm, "vllm_omni_patch.patches.ec_connector.connector_scheduler")
+wrapt.register_post_import_hook(_arm_worker, "vllm_omni_patch.patches.ec_connector.connector_worker")
 """
 _FILE = "EC_FAULT_FILE"
 
@@ -89,6 +93,31 @@ def arm(module: Any) -> None:
         return result
 
     module.SchedulerSide.plan = plan
+
+
+def arm_worker(module: Any) -> None:
+    """In a worker that is not the first rank: lose what is loaded while the file beside the fault file is there."""
+    original = module.WorkerSide._fetch
+
+    def fetch(self: Any, load: Any, *arguments: Any) -> Any:
+        tensor = original(self, load, *arguments)
+        if not self._stores and os.path.exists(os.environ[_FILE] + ".one-rank"):
+            with open(os.environ[_FILE] + ".done", "a") as file:
+                file.write(json.dumps({"kind": "lost on one rank", "key": load.key, "files": 1}) + "\n")
+            return None
+        return tensor
+
+    module.WorkerSide._fetch = fetch
+
+
+def one_rank(environment: dict[str, str], lose: bool) -> None:
+    """Make every rank but the first lose what it loads, or stop that."""
+    path = environment[_FILE] + ".one-rank"
+    if lose:
+        with open(path, "w"):
+            pass
+    else:
+        os.unlink(path)
 
 
 def entry_files(root: str, key: str) -> list[str]:
