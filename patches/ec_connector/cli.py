@@ -89,7 +89,7 @@ def verify(
     store = _store(path)
     good = 0
     bad: dict[str, str] = {}
-    for file, _size_, _used, _header, error in store.entries():
+    for file, _, _, _, error in store.entries():
         reason = error or _verify(file)
         if not reason:
             good += 1

@@ -47,8 +47,6 @@ class Staging:
         self._large = 0
         if not pin and self.size:
             self._map = mmap.mmap(-1, self.size)
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
             self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def populate(self) -> None:
@@ -76,6 +74,7 @@ class Staging:
             if start is None:
                 return None
             if self._memory is None:
+                # Only CUDA comes here.
                 self._memory = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
             slot = Slot(self._memory[start : start + length], start, rounded)
             self._used.append(slot)

@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the encoder cache engine against memcpy, safetensors and LMCache's own encoder cache engine, in one run.
+
+    python scripts/bench_ec.py [--mib 1 8 32] [--reps 20] [--disk DIR] [--shm DIR] [--remote URL ...] [--json FILE]
+
+All rows of a size are measured in turn within each repetition, in an order that changes, and reported as medians of wall
+time and of the calling thread's CPU time (which a busy machine disturbs less), with ratios to ``memcpy`` (into memory
+that is mapped) or, for loads, to ``clone`` (into fresh memory: the clones of a repetition are all kept, so that no
+allocator can hand out pages that are mapped already; our loads are kept in the same way).
+
+    memcpy              dst.copy_(src)
+    clone fresh         src.clone(), every result kept
+    clone               src.clone(), the result dropped (the allocator may reuse its pages)
+    put                 ECCacheEngine.put: what the model thread pays (the writer is idle when it is called)
+    put + flush         until the entry can be found by another process
+    get fresh, get      ECCacheEngine.get, results kept and dropped; shm: shared memory, disk: a folder (page cache)
+    contains            ECCacheEngine.contains of a stored entry, and of one that is not
+    safetensors         save_file, load_file + copy
+    upstream            lmcache.v1.ec_engine: put, and StorageManager.get over fs:// (its own get never reads storage)
+
+Exit status 1 when a target is missed in wall time: put at most 1.5 x memcpy, get from the page cache (disk) at most
+1.5 x clone fresh, at 8 and 32 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+
+import torch
+from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
+
+MIB = 1 << 20
+TARGET = 1.5
+
+
+class Timer:
+    """Samples by row name, in microseconds: wall time and CPU time of the calling thread."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, call: Callable[[], Any]) -> Any:
+        """Run ``call`` and note its time under ``name``."""
+        cpu, wall = time.thread_time(), time.perf_counter()
+        result = call()
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        self.note(name, wall, cpu)
+        return result
+
+    def note(self, name: str, wall: float, cpu: float) -> None:
+        """Note seconds under ``name``."""
+        self.wall.setdefault(name, []).append(wall * 1e6)
+        self.cpu.setdefault(name, []).append(cpu * 1e6)
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self.wall.clear()
+        self.cpu.clear()
+
+    def ratio(self, name: str, base: str) -> tuple[float, float]:
+        """Medians of ``name`` over medians of ``base``: wall, CPU."""
+        pairs = ((self.wall[name], self.wall[base]), (self.cpu[name], self.cpu[base]))
+        wall, cpu = (statistics.median(one) / statistics.median(other) for one, other in pairs)
+        return wall, cpu
+
+
+def build(shm: str, disk: str = "", remote: str = "") -> tuple[ECCacheEngine, float]:
+    """An engine and the seconds that building it took."""
+    config = ECConfig(shm_path=shm, disk_path=disk, remote_url=remote, cpu_bytes=512 * MIB, stats_seconds=0,
+                      load_deadline=30.0, store_deadline=30.0, lookup_deadline=5.0)  # fmt: skip
+    identity = ModelIdentity("bench/model", engine_id=f"bench-{os.getpid()}-{disk or 'shm'}-{remote}")
+    began = time.perf_counter()
+    engine = ECCacheEngine(config, identity, role="worker", dtype=torch.bfloat16)
+    return engine, time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def upstream(folder: str) -> Iterator[Any]:
+    """LMCache's own engine over ``fs://folder``, or ``None`` when it cannot be built."""
+    try:
+        from lmcache.v1.config import LMCacheEngineConfig, load_ec_engine_config
+        from lmcache.v1.ec_engine import ECCacheEngine as Upstream
+        from lmcache.v1.metadata import LMCacheMetadata
+
+        os.makedirs(folder, exist_ok=True)
+        base = LMCacheEngineConfig.from_defaults(max_local_cpu_size=0.5, remote_url=f"fs://h:0{folder}/")
+        metadata = LMCacheMetadata(
+            model_name="bench/model", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
+            kv_dtype=torch.bfloat16, kv_shape=(2, 2, 256, 2, 32), role="worker",
+        )  # fmt: skip
+        engine = Upstream(load_ec_engine_config(base_config=base), metadata, torch.bfloat16)
+    except ImportError as error:
+        print(f"upstream's engine is left out: {error}")
+        yield None
+        return
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def measure_upstream(timer: Timer, engine: Any, name: str, source: torch.Tensor) -> None:
+    """Upstream's put and a read through its storage manager, on a name of its own."""
+    key = engine._make_cache_key(name)
+    manager = engine._storage_manager
+    backend = manager.storage_backends["RemoteBackend"]
+    timer("upstream put", lambda: engine.put(name, source))
+    while backend.exists_in_put_tasks(key) or not backend.contains(key):
+        time.sleep(0.0005)
+    manager.storage_backends["LocalCPUBackend"].remove(key)
+    obj = timer("upstream get (fs)", lambda: manager.get(key))
+    if obj is None or not torch.equal(obj.tensor, source):
+        raise SystemExit("upstream's StorageManager returned something else")
+    obj.ref_count_down()
+    manager.storage_backends["LocalCPUBackend"].remove(key)
+
+
+def measure_safetensors(timer: Timer, path: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    """save_file, and load_file with a copy that pays for the mapped pages."""
+    from safetensors.torch import load_file, save_file
+
+    timer("safetensors save", lambda: save_file({"t": source}, path))
+    timer("safetensors load", lambda: target.copy_(load_file(path)["t"]))
+
+
+def measure_engine(
+    timer: Timer,
+    place: str,
+    engine: ECCacheEngine,
+    name: str,
+    source: torch.Tensor,
+    copy: Callable[[], Any],
+    first: bool,
+) -> None:
+    """One put and one dropped load of a fresh name; ``copy`` is measured before or after the put."""
+    if first:
+        timer("memcpy", copy)
+    began = time.perf_counter()
+    stored = timer(f"put ({place})", lambda: engine.put(name, source))
+    between = time.perf_counter()
+    if not first:
+        timer("memcpy", copy)
+    began += time.perf_counter() - between
+    if not stored or not engine.flush(60):
+        raise SystemExit(f"not stored: {engine.stats.reasons()}")
+    timer.note(f"put + flush ({place})", time.perf_counter() - began, 0.0)
+    found = timer(f"get ({place})", lambda: engine.get(name, "cpu"))
+    if found is None or not torch.equal(found, source):
+        raise SystemExit(f"{place} returned something else")
+    timer(f"contains ({place})", lambda: engine.contains(name))
+    timer(f"contains, absent ({place})", lambda: engine.contains(name + "-absent"))
+
+
+def measure_fresh(timer: Timer, engines: dict[str, ECCacheEngine], name: str, source: torch.Tensor) -> None:
+    """Clone and loads into memory that no earlier result has left behind."""
+    # Give what earlier rows freed back to the system, or the first results here would not be fresh.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    kept = []
+    for _ in range(2):
+        if trim is not None:
+            trim(0)
+        kept.append(timer("clone fresh", lambda: source.clone()))
+        for place, engine in engines.items():
+            if place in ("shm", "disk"):
+                kept.append(timer(f"get fresh ({place})", lambda engine=engine: engine.get(name, "cpu")))
+    del kept
+    gc.collect()
+
+
+def run_size(mib: int, reps: int, engines: dict[str, ECCacheEngine], scratch: str, theirs: Any) -> Timer:
+    """All rows for one size."""
+    timer = Timer()
+    source = torch.randn(mib * MIB // 2048, 1024).to(torch.bfloat16)
+    target = torch.empty_like(source).copy_(source)
+    for rep in range(reps + 2):
+        if rep == 2:
+            timer.clear()  # the first two only warm up
+        name = f"{mib}-{rep}"
+        timer("memcpy", lambda: target.copy_(source))
+        timer("clone", lambda: source.clone())
+        for place, engine in engines.items():
+            measure_engine(timer, place, engine, name, source, lambda: target.copy_(source), rep % 2 == 0)
+        measure_fresh(timer, engines, name, source)
+        measure_safetensors(timer, os.path.join(scratch, "bench.safetensors"), source, target)
+        if theirs is not None:
+            measure_upstream(timer, theirs, f"{name}-up", source)
+        for engine in engines.values():
+            engine.discard(name)
+    return timer
+
+
+def report(results: dict[int, Timer]) -> list[str]:
+    """Print the table; returns the targets that were missed."""
+    sizes = list(results)
+    names = list(results[sizes[0]].wall)
+    print(f"{'median wall us (x memcpy)':32s}" + "".join(f"{size:>12d} MiB      " for size in sizes))
+    for name in names:
+        cells = []
+        for size in sizes:
+            value = statistics.median(results[size].wall[name])
+            cells.append(f"{value:>12.0f} {results[size].ratio(name, 'memcpy')[0]:>6.2f}  ")
+        print(f"{name:32s}" + "".join(cells))
+    missed = []
+    for size in sizes:
+        for name in names:
+            if name in ("put (shm)", "put (disk)"):
+                base, wanted = "memcpy", size >= 8
+            elif name in ("get fresh (shm)", "get fresh (disk)"):
+                base, wanted = "clone fresh", size >= 8 and "disk" in name
+            elif name in ("get (shm)", "get (disk)"):
+                base, wanted = "clone", False
+            else:
+                continue
+            wall, cpu = results[size].ratio(name, base)
+            verdict = "" if not wanted else " ok" if wall <= TARGET else " MISSED"
+            print(f"{size:3d} MiB  {name:17s} wall {wall:5.2f}  cpu {cpu:5.2f}  x {base}{verdict}")
+            if "MISSED" in verdict:
+                missed.append(f"{name} at {size} MiB: {wall:.2f} x {base}")
+    return missed
+
+
+def engine_part(args: argparse.Namespace) -> list[str]:
+    """Measure the engine alone; returns the targets that were missed."""
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        shm = stack.enter_context(tempfile.TemporaryDirectory(prefix="ec-bench-", dir=args.shm))
+        disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="ec-bench-", dir=args.disk))
+        engines: dict[str, ECCacheEngine] = {}
+        seconds: dict[str, float] = {}
+        for place, where in {"shm": ("", ""), "disk": (disk, ""), **{url: ("", url) for url in args.remote}}.items():
+            engines[place], seconds[place] = build(shm, *where)
+            stack.callback(engines[place].close)
+        theirs = None if args.no_upstream else stack.enter_context(upstream(os.path.join(disk, "upstream")))
+        results = {mib: run_size(mib, args.reps, engines, disk, theirs) for mib in args.mib}
+    print("building an engine (0.5 GiB), s: " + ", ".join(f"{k} {v:.3f}" for k, v in seconds.items()))
+    missed = report(results)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({size: {"wall": t.wall, "cpu": t.cpu} for size, t in results.items()}, file, indent=1)
+    return missed
+
+
+def main() -> int:
+    """Run the engine part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--reps", type=int, default=20)
+    parser.add_argument("--shm", default="/dev/shm")
+    parser.add_argument("--disk", default=None, help="a folder on a disk; default: where temporary files go")
+    parser.add_argument("--remote", nargs="*", default=[], help="URLs of remote backends to measure too")
+    parser.add_argument("--no-upstream", action="store_true", help="leave LMCache's own engine out")
+    parser.add_argument("--json", help="write all samples to this file")
+    missed = engine_part(parser.parse_args())
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
