@@ -17,7 +17,7 @@ from vllm_omni_patch.releases import Release
 from vllm_omni_patch.table import Row, for_patch
 from vllm_omni_patch.upgrade import Change
 
-Action = Literal["applied", "stands aside", "skipped", "not there", "not installed"]
+Action = Literal["applied", "used", "stands aside", "skipped", "not there", "not installed", "not usable"]
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,15 @@ def assess(patches: Sequence[Patch], open_release: Callable[[Target], Release | 
     found: list[Assessment] = []
     for patch in patches:
         found += _with_groups([_assess(patch, target, open_release(target)) for target in patch.targets])
+        found += [_assess_use(patch, target, open_release(target)) for target in patch.uses]
     return found
 
 
-def assess_release(patch: Patch, targets: Sequence[Target], release: Release) -> list[Assessment]:
-    """Those ``targets`` of ``patch`` on one release."""
-    return _with_groups([_assess(patch, target, release) for target in targets])
+def assess_release(patch: Patch, asked: Sequence[Question], release: Release) -> list[Assessment]:
+    """What ``asked`` names, all of it from ``patch``, on one release."""
+    found = [_assess(patch, question.target, release) for question in asked if not question.used]
+    uses = [_assess_use(patch, question.target, release) for question in asked if question.used]
+    return [*_with_groups(found), *uses]
 
 
 def without_effect(found: Sequence[Assessment]) -> list[str]:
@@ -101,6 +104,23 @@ def _assess(patch: Patch, target: Target, release: Release | None) -> Assessment
     return Assessment(
         row, action, decision.reason, action == "skipped", known is not None, target.optional, target.group
     )
+
+
+def _assess_use(patch: Patch, target: Target, release: Release | None) -> Assessment:
+    """Something that the patch calls: the contract says whether it can; there is no gate in the loader for it."""
+    if release is None:
+        reason = f"{target.distribution} is not installed"
+        row = Row(patch.name, target.name, target.distribution, "", "absent", reason, used=True)
+        return Assessment(row, "not installed", reason, False, False, target.optional)
+    row = judge(Question(patch.name, target, used=True), release)
+    known = for_patch(patch).row(patch.name, target.name, release.release)
+    if known is not None and known.fingerprint == row.fingerprint:
+        row = replace(row, evidence=known.evidence)
+    action: Action = "used" if row.verdict == "applies" else "not usable"
+    if row.verdict == "absent" and target.optional:
+        action = "not there"
+    why = row.reason or "the contract holds"
+    return Assessment(row, action, why, action == "not usable", known is not None, target.optional)
 
 
 def _with_groups(found: list[Assessment]) -> list[Assessment]:

@@ -29,15 +29,25 @@ class Question:
 
     patch: str
     target: Target
+    used: bool = False
 
 
 def questions(patches: Iterable[Patch]) -> list[Question]:
-    """Every target of ``patches``."""
-    return [Question(patch.name, target) for patch in patches for target in patch.targets]
+    """Everything that ``patches`` hook, and everything that they use."""
+    return [
+        Question(patch.name, target, used)
+        for patch in patches
+        for used, targets in ((False, patch.targets), (True, patch.uses))
+        for target in targets
+    ]
 
 
 def judge(question: Question, release: Release) -> Row:
-    """The verdict for one target on the text of one release. For what counts as which verdict, see docs/matrix.md."""
+    """The verdict for one target on the text of one release.
+
+    ``native``: a sign of it is in the module. ``absent``: the module or the name is not there. ``drifted``: it is
+    there and not as the contract asks, or only imported from elsewhere. ``applies``: the contract holds.
+    """
     verdict, reason, digest = _verdict(question.target, release)
     return Row(
         question.patch,
@@ -47,6 +57,7 @@ def judge(question: Question, release: Release) -> Row:
         verdict,
         reason,
         digest,
+        used=question.used,
     )
 
 

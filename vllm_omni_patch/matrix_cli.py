@@ -20,7 +20,7 @@ import typer
 
 from vllm_omni_patch import discover, flags, installed, matrix_print, table
 from vllm_omni_patch.assess import Assessment, assess, assess_release, without_effect
-from vllm_omni_patch.checker import Question, rebuild
+from vllm_omni_patch.checker import questions, rebuild
 from vllm_omni_patch.matrix_text import markdown_table, plain_spans
 from vllm_omni_patch.patch import Patch, Target
 from vllm_omni_patch.releases import Release, ReleaseError, fetch, open_installed, parse_spec, read_path
@@ -159,21 +159,22 @@ def _judge_releases(
     format: Format,
 ) -> int:
     releases = [one for path in sources for one in read_path(path)]
+    targets = [question.target for question in questions(patches)]
     for distribution, number in specs:
-        if any(t.distribution == distribution and t.evidence == "static" for p in patches for t in p.targets):
+        if any(target.distribution == distribution and target.evidence == "static" for target in targets):
             releases.append(fetch(distribution, number, cache))
-        elif not any(t.distribution == distribution for p in patches for t in p.targets):
-            known = ", ".join(sorted({t.distribution for p in patches for t in p.targets}))
+        elif not any(target.distribution == distribution for target in targets):
+            known = ", ".join(sorted({target.distribution for target in targets}))
             raise Stop(f"no patch has a target in {distribution}; distributions with targets: {known}.")
     assessed: list[Assessment] = []
     for release in releases:
         base = _base(release, patches, against, cache)
         for patch in patches:
-            own = [target for target in patch.targets if target.distribution == release.distribution]
+            own = [asked for asked in questions([patch]) if asked.target.distribution == release.distribution]
             here = assess_release(patch, own, release)
             listed = table.for_patch(patch).lists(release.distribution, release.release)
-            for one, target in zip(here, own, strict=True):
-                change = compare(Question(patch.name, target), base, release, listed) if base else None
+            for one, asked in zip(here, own, strict=True):
+                change = compare(asked, base, release, listed) if base else None
                 assessed.append(replace(one, change=change))
     documented = [
         Assessment(row, "applied" if row.verdict == "applies" else "stands aside", row.reason, False)
@@ -255,7 +256,8 @@ def _update_file(
     for distribution, number in specs:
         releases[distribution] = ordered([*releases.get(distribution, []), number])
     for patch in patches:
-        for name in dict.fromkeys(t.distribution for t in patch.targets if t.evidence == "static"):
+        static = [asked.target for asked in questions([patch]) if asked.target.evidence == "static"]
+        for name in dict.fromkeys(target.distribution for target in static):
             if not releases.get(name):
                 print(
                     f"{patch.name}: no release of {name} is listed; add some with --release {name}==X.Y.Z",

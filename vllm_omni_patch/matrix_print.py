@@ -13,6 +13,8 @@ from vllm_omni_patch.upgrade import Change
 _HEADINGS = ("patch", "target", "release", "verdict", "contract", "evidence", "what happens")
 _COLOURS = {
     "applied": "green",
+    "used": "green",
+    "not usable": "red",
     "applies": "green",
     "ok": "green",
     "skipped": "red",
@@ -64,7 +66,7 @@ def _targets(count: int) -> str:
 def _reasons(found: Sequence[Assessment]) -> tuple[str, list[str]]:
     by_reason: dict[str, list[str]] = {}
     for one in found:
-        if one.action != "applied" or not one.listed:
+        if one.action not in ("applied", "used") or (one.action == "applied" and not one.listed):
             by_reason.setdefault(one.why, []).append(f"{one.row.patch} {one.row.target}")
     items = []
     for reason, targets in by_reason.items():

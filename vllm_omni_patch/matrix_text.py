@@ -27,11 +27,10 @@ def markdown_table(table: Table | None = None) -> str:
         rows = table.target_rows(patch, target)
         module, _, qualname = target.partition(":")
         cells = [ranges([r for r in rows if r.verdict == verdict], rows) for verdict in _HEADINGS]
-        source = " (documented)" if rows[0].evidence == "documented" else ""
+        source = rows[0].distribution + (" (documented)" if rows[0].evidence == "documented" else "")
+        role = " (used, not hooked)" if rows[0].used else ""
         live = ranges([r for r in rows if r.evidence == "live"], rows)
-        lines.append(
-            f"| {patch} | `{qualname}` in `{module}` | {rows[0].distribution}{source} | {' | '.join(cells)} | {live} |"
-        )
+        lines.append(f"| {patch}{role} | `{qualname}` in `{module}` | {source} | {' | '.join(cells)} | {live} |")
     return "\n".join(lines) + "\n"
 
 

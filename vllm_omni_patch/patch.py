@@ -107,6 +107,8 @@ class Patch:
 
     ``matrix``: path of the matrix file that holds this patch's rows; a patch from another package brings its own,
     written by ``vllm-omni-patch matrix --update --patch NAME``. Empty: the one that comes with this package.
+    ``uses``: what the patch calls in other packages without hooking it (``install`` is empty). The matrix judges it by
+    its contract like a target; the loader leaves it alone.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Patch:
     targets: tuple[Target, ...]
     flags: tuple[Flag, ...] = ()
     matrix: str = ""
+    uses: tuple[Target, ...] = ()
 
 
 @dataclass

@@ -32,7 +32,10 @@ VERDICTS: tuple[Verdict, ...] = ("applies", "native", "absent", "drifted")
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict for one target on one release. ``fingerprint`` is empty where there is no code to hash."""
+    """The verdict for one target on one release. ``fingerprint`` is empty where there is no code to hash.
+
+    ``used``: the patch calls it and does not hook it.
+    """
 
     patch: str
     target: str
@@ -42,6 +45,7 @@ class Row:
     reason: str = ""
     fingerprint: str = ""
     evidence: Evidence = "static"
+    used: bool = False
 
     @property
     def contract(self) -> Literal["ok", "broken", "unknown"]:
@@ -62,6 +66,7 @@ class Row:
             "evidence": self.evidence,
             "reason": self.reason,
             "fingerprint": self.fingerprint,
+            "role": "used" if self.used else "hooked",
         }
 
 
@@ -183,6 +188,7 @@ def _expand(data: dict[str, Any], releases: dict[str, list[str]]) -> Iterable[Ro
                         span.get("reason", ""),
                         span.get("fingerprint", ""),
                         entry.get("evidence", "static"),
+                        entry.get("role") == "used",
                     )
 
 
@@ -195,6 +201,8 @@ def dump(table: Table) -> str:
         entry: dict[str, Any] = {"distribution": rows[0].distribution}
         if rows[0].evidence != "static":
             entry["evidence"] = rows[0].evidence
+        if rows[0].used:
+            entry["role"] = "used"
         own = [row.release for row in rows]
         if own != listed:
             entry["releases"] = own
@@ -213,7 +221,9 @@ def dump(table: Table) -> str:
             for span in spans(rows)
         ]
         patches.setdefault(patch, {})[target] = entry
-    return _pretty({"format": FORMAT, "releases": table.releases, "patches": patches})
+    judged = {row.distribution for row in table.rows()}
+    releases = {name: listed for name, listed in table.releases.items() if name in judged}
+    return _pretty({"format": FORMAT, "releases": releases, "patches": patches})
 
 
 def spans(rows: Sequence[Row], code: bool = True) -> list[list[Row]]:

@@ -60,7 +60,7 @@ def compare(question: Question, old: Release, new: Release, listed: bool) -> Cha
         return Change(before, after, "no", f"{after.verdict} as before", details)
     if before.fingerprint == after.fingerprint:
         return Change(before, after, "no", "the code is the same", details)
-    if listed:
+    if listed or question.used:
         return Change(before, after, "no", "the code changed; the contract holds", details)
     why = "the code changed and the contract holds; skipped all the same until the matrix lists the release"
     return Change(before, after, "yes", why, details)

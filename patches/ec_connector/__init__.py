@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from vllm_omni_patch.patches.ec_connector.flags import FLAGS
+from vllm_omni_patch.patches.ec_connector.uses import USES
 
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
 
@@ -122,6 +123,14 @@ PATCH = Patch(
             optional=True,
             contract=Contract(parameters=(), class_attributes=("ec_connector", "ec_role")),
         ),
+        Target(
+            module="vllm.engine.arg_utils",
+            qualname="EngineArgs.create_engine_config",
+            install=f"{_HOOKS}:refuse_early",
+            optional=True,
+            note="a refusal in the process that the user started; the connector refuses by itself too",
+        ),
     ),
     flags=FLAGS,
+    uses=USES,
 )

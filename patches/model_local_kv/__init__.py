@@ -10,6 +10,7 @@ from importlib import import_module
 
 from vllm_omni_patch.patches.model_local_kv.families import FAMILIES
 from vllm_omni_patch.patches.model_local_kv.flags import FLAGS
+from vllm_omni_patch.patches.model_local_kv.uses import USES
 
 from vllm_omni_patch.patch import Contract, Patch, Target
 
@@ -97,4 +98,5 @@ PATCH = Patch(
     targets=RUNNERS
     + tuple(target for name in FAMILIES for target in import_module(f"{_ROOM}.families.{name}").TARGETS),
     flags=FLAGS,
+    uses=USES,
 )

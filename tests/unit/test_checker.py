@@ -396,10 +396,10 @@ def test_groups_stand_and_fall_together(house, tmp_path):
     questions = checker.questions([declared])
     held = table.Table([checker.judge(q, release) for q in questions], {"vllm": ["9.1.0"]})
     (tmp_path / "m.json").write_text(table.dump(held))
-    found = assess_release(declared, declared.targets, release)
+    found = assess_release(declared, questions, release)
     assert [one.action for one in found] == ["skipped", "skipped", "not there"]
     assert "all targets of group 'both' or none" in found[0].why
-    found = assess_release(declared, (good, there_or_not), release)
+    found = assess_release(declared, [questions[0], questions[2]], release)
     assert [one.action for one in found] == ["applied", "not there"]
 
 

@@ -320,7 +320,7 @@ def test_the_matrix_covers_every_target_on_every_release(shipped):
     wanted = {
         (p.name, t.name, release)
         for p in ours()
-        for t in p.targets
+        for t in (*p.targets, *p.uses)
         for release in (
             shipped.releases[t.distribution] if t.evidence == "static" else [d.release for d in t.documented]
         )
