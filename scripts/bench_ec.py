@@ -4,10 +4,10 @@
 
     python scripts/bench_ec.py [--mib 1 8 32] [--reps 20] [--disk DIR] [--shm DIR] [--remote URL ...] [--json FILE]
 
-All rows of a size are measured in turn within each repetition, in an order that changes, and reported as medians of wall
-time and of the calling thread's CPU time (which a busy machine disturbs less), with ratios to ``memcpy`` (into memory
-that is mapped) or, for loads, to ``clone`` (into fresh memory: the clones of a repetition are all kept, so that no
-allocator can hand out pages that are mapped already; our loads are kept in the same way).
+All rows of a size are measured in turn within each repetition, in an order that changes, and reported as medians of
+wall time and of the calling thread's CPU time (which a busy machine disturbs less), with ratios to ``memcpy`` (into
+memory that is mapped) or, for loads, to ``clone`` (into fresh memory: the clones of a repetition are all kept, so that
+no allocator can hand out pages that are mapped already; our loads are kept in the same way).
 
     memcpy              dst.copy_(src)
     clone fresh         src.clone(), every result kept
@@ -196,7 +196,7 @@ def run_size(mib: int, reps: int, engines: dict[str, ECCacheEngine], scratch: st
         timer("memcpy", lambda: target.copy_(source))
         timer("clone", lambda: source.clone())
         for place, engine in engines.items():
-            measure_engine(timer, place, engine, name, source, lambda: target.copy_(source), rep % 2 == 0)
+            measure_engine(timer, place, engine, name, source, target, rep % 2 == 0)
         measure_fresh(timer, engines, name, source)
         measure_safetensors(timer, os.path.join(scratch, "bench.safetensors"), source, target)
         if theirs is not None:

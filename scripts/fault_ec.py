@@ -6,8 +6,8 @@
 
 Three parts, each with its own line of figures; exit status 1 when one of them finds anything wrong:
 
-faults  between a lookup that said yes and the load: the entry is deleted, cut short, flipped in header or payload, filled
-        with zeros, replaced by a sound entry of another id, another length or another model, made a folder, a FIFO or a
+faults  between a lookup that said yes and the load: the entry is deleted, cut short, flipped in header or payload,
+        zeroed, replaced by a sound entry of another id, another length or another model, made a folder, a FIFO or a
         link, its folder removed or made unreadable; or the storage fails while an entry is written (disk full,
         read-only). Wanted: no wrong tensor, no exception, the entry not offered again, the next put and load succeed.
 kills   a process that stores without pause is killed (SIGKILL) at random moments. Wanted: every entry that is found
@@ -44,10 +44,18 @@ MIB = 1 << 20
 SHAPES = ((1, 64), (32, 64), (257, 1024), (576, 4096))
 
 
+NOISE = torch.randint(
+    -(2**15), 2**15, (SHAPES[-1][0] * SHAPES[-1][1],), generator=torch.Generator().manual_seed(0)
+).short()
+
+
 def tensor_of(name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """The one right tensor for a name and shape, in any process."""
-    seed = random.Random(f"{name}/{shape}").getrandbits(62)
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    """The one right tensor for a name and shape, in any process; cheap, because the scripts below make thousands."""
+    draw = random.Random(f"{name}/{shape}").getrandbits(32)
+    count = shape[0] * shape[1]
+    words = NOISE.repeat(-(-count // NOISE.numel()))[:count] if count > NOISE.numel() else NOISE[:count]
+    factor, shift = (draw & 0xFFFF) | 1, draw >> 16
+    return (words.int() * factor + shift).short().view(torch.bfloat16).view(shape)
 
 
 def build(folder: str, engine_id: str, model: str = "m", role: Any = "worker", **config: Any) -> ECCacheEngine:
@@ -60,7 +68,11 @@ def build(folder: str, engine_id: str, model: str = "m", role: Any = "worker", *
 
 def same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Bit for bit equal."""
-    return found is not None and found.shape == expected.shape and torch.equal(found, expected)
+    return (
+        found is not None
+        and found.shape == expected.shape
+        and torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    )
 
 
 def overwrite(path: Path, where: int, data: bytes) -> None:
@@ -112,7 +124,7 @@ def damage_kinds(
         "payload flipped": lambda p: overwrite(
             p, -rng.randrange(1, shape[0] * shape[1] * 2), bytes([rng.randrange(256)])
         ),
-        "payload zeroed": lambda p: overwrite(p, -min(shape[0] * shape[1] * 2, 4096), bytes(64)),
+        "payload zeroed": lambda p: overwrite(p, -min(length, 4096), bytes(64)),
         "garbage": lambda p: p.write_bytes(os.urandom(p.stat().st_size)),
         "another id": lambda p: replace_by(p, folder, name + "x", shape, "m"),
         "another length": lambda p: replace_by(p, folder, name, (shape[0] + 1, shape[1]), "m"),
@@ -198,10 +210,11 @@ def put_until_there(engine: ECCacheEngine, name: str, tensor: torch.Tensor, wron
         time.sleep(0.001)
 
 
-def child(folder: str, seed: int) -> None:
-    """Store without pause, until killed."""
-    engine = build(folder, "killed", disk_bytes=24 * MIB)
+def child(folder: str, seed: int, ready: int) -> None:
+    """Store without pause, until killed; writes to ``ready`` when it begins."""
+    engine = build(folder, "killed", disk_bytes=24 * MIB, staging_bytes=8 * MIB)
     step = seed * 1_000
+    os.write(ready, b".")
     while True:
         name = f"kill-{step % 400}"
         engine.put(name, tensor_of(name, SHAPES[step % len(SHAPES)]))
@@ -211,7 +224,7 @@ def child(folder: str, seed: int) -> None:
 
 
 def part_kills(folder: str, kills: int, rng: random.Random) -> bool:
-    """SIGKILL at random moments. Children are forked from one that has imported everything, or each would cost seconds."""
+    """SIGKILL at random moments. Children are forked from a process that has imported everything: that saves seconds."""
     server = subprocess.Popen(
         [sys.executable, __file__, "--fork-server", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -273,8 +286,7 @@ def fork_server(folder: str) -> None:
         if last == 0:
             sys.stdin.close()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.write(say, b".")
-            child(folder, int(line))
+            child(folder, int(line), say)
         os.read(ready, 1)
         os.close(ready)
         os.close(say)
@@ -342,8 +354,8 @@ def part_crowd(folder: str, processes: int, seconds: float) -> bool:
     left = list(root.rglob("*.tmp"))
     print(
         f"crowd: {processes} processes for {seconds:g} s, {sum(row[3] for row in collected)} stored, "
-        f"{sum(row[2] for row in collected)} loads, {wrong} wrong, {len(errors)} errors, highest {highest / MIB:.1f} of "
-        f"{limit / MIB:.0f} MiB, {len(left)} leftovers"
+        f"{sum(row[2] for row in collected)} loads, {wrong} wrong, {len(errors)} errors, highest {highest / MIB:.1f} "
+        f"of {limit / MIB:.0f} MiB, {len(left)} leftovers"
     )
     for line in errors:
         print(f"  {line}")
