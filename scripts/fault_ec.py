@@ -115,15 +115,14 @@ def damage_kinds(
     folder: str, name: str, shape: tuple[int, int], rng: random.Random
 ) -> dict[str, Callable[[Path], Any]]:
     """What can happen to an entry's file."""
+    length = shape[0] * shape[1] * 2
     return {
         "deleted": lambda p: p.unlink(),
         "cut short": lambda p: os.truncate(p, rng.randrange(p.stat().st_size)),
         "emptied": lambda p: os.truncate(p, 0),
         "grown": lambda p: overwrite(p, p.stat().st_size, b"x"),
         "header flipped": lambda p: overwrite(p, rng.randrange(150), os.urandom(3)),
-        "payload flipped": lambda p: overwrite(
-            p, -rng.randrange(1, shape[0] * shape[1] * 2), bytes([rng.randrange(256)])
-        ),
+        "payload flipped": lambda p: overwrite(p, -rng.randrange(1, length), os.urandom(1)),
         "payload zeroed": lambda p: overwrite(p, -min(length, 4096), bytes(64)),
         "garbage": lambda p: p.write_bytes(os.urandom(p.stat().st_size)),
         "another id": lambda p: replace_by(p, folder, name + "x", shape, "m"),
@@ -224,7 +223,7 @@ def child(folder: str, seed: int, ready: int) -> None:
 
 
 def part_kills(folder: str, kills: int, rng: random.Random) -> bool:
-    """SIGKILL at random moments. Children are forked from a process that has imported everything: that saves seconds."""
+    """SIGKILL at random moments. Children are forked from a process that has imported everything."""
     server = subprocess.Popen(
         [sys.executable, __file__, "--fork-server", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
