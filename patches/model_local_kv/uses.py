@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the observation reads in transformers. It follows ``Cache.__new__`` and looks at the layers of what that made."""
+"""What the observation reads in transformers. It follows ``Cache.__new__`` and reads the layers of what that made."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_a_table_survives_its_file(tmp_path_factory, rows):
     path.write_text(table.dump(made))
     again = table.read(path)
     assert again.rows() == made.rows()
-    assert again.releases == made.releases
+    assert again.releases == (made.releases if rows else {})
     assert table.dump(again) == table.dump(made)
 
 
