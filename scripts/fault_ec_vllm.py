@@ -69,11 +69,11 @@ def main() -> int:
 def run(storage: str, wanted: int, folder: str, model: str, reference: dict[int, Any], text: Any) -> dict[str, int]:
     """``wanted`` faults on one storage, in one engine."""
     env = ec_faults.prepare(os.path.join(folder, storage))
-    root = os.path.join(folder, storage, "store")
-    env["LMCACHE_EC_LOCAL_DISK"] = root if storage == "disk" else ""
-    if storage == "memory":
-        root = tempfile.mkdtemp(prefix="fault-ec-", dir="/dev/shm")
-        env["LMCACHE_EC_SHM_PATH"] = root
+    # One folder for both tiers: what the disk cannot take for a while goes to shared memory, and is damaged there.
+    root = tempfile.mkdtemp(prefix="fault-ec-", dir="/dev/shm")
+    env["LMCACHE_EC_SHM_PATH"] = root
+    if storage == "disk":
+        env["LMCACHE_EC_LOCAL_DISK"] = os.path.join(root, "disk")
     counted = {"faults": 0, "wrong": 0, "deaths": 0, "leaked": 0, "text": 0, "text wrong": 0}
     with engine_process.Server(
         model, folder, ec=EC, flag="ec_connector", env=env, arguments=ARGUMENTS, name=f"faults-{storage}"
@@ -90,9 +90,11 @@ def run(storage: str, wanted: int, folder: str, model: str, reference: dict[int,
             for filler in (s for s in IMAGES if s != seed):
                 counted["wrong"] += not server.image(filler).same(reference[filler], TEXT_TOLERANCE)
             store_all(server, root, reference, seed)
+            before = len(ec_faults.done(env))
             ec_faults.ask(env, kind, root)
             answer = server.image(seed)
-            missed = ec_faults.withdraw(env)
+            ec_faults.withdraw(env)
+            missed = not any(one["files"] for one in ec_faults.done(env)[before:])
             counted["faults"] += not missed
             if not answer.same(reference[seed], TEXT_TOLERANCE):
                 counted["wrong"] += 1
@@ -108,8 +110,7 @@ def run(storage: str, wanted: int, folder: str, model: str, reference: dict[int,
         metrics = server.get("/metrics").splitlines()
         print(f"{storage}:", *(line for line in metrics if line.startswith("vllm_omni_patch_ec")))
         counted["leaked"] = len(server.stop())
-    if storage == "memory":
-        shutil.rmtree(root, ignore_errors=True)
+    shutil.rmtree(root, ignore_errors=True)
     return counted
 
 

@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, expected_rows, is_metadata_only
+from vllm_omni_patch.patches.ec_connector.items import (
+    ItemKeys,
+    Load,
+    expected_rows,
+    is_metadata_only,
+    is_precomputed,
+)
 
 from vllm_omni_patch import ledger
 
@@ -114,7 +120,8 @@ class SchedulerSide:
         """Remember rows and keys of a request's items before vLLM asks for them by identifier alone."""
         if request.request_id in self._seen:
             return
-        if len(self._known) > _MAX_KNOWN:
+        # Before 0.26 a connector is not told when a request ends.
+        if max(len(self._known), len(self._seen)) > _MAX_KNOWN:
             self._known.clear()
             self._seen.clear()
         features = request.mm_features or ()
@@ -123,7 +130,9 @@ class SchedulerSide:
         self._seen[request.request_id] = [i for i, feature in enumerate(features) if is_metadata_only(feature)]
 
     def _describe(self, request: Any, index: int, feature: Any) -> _Known:
-        key = self._keys.key(feature.identifier, request.request_id, getattr(request, "lora_request", None))
+        key = None
+        if not is_precomputed(feature):
+            key = self._keys.key(feature.identifier, request.request_id, getattr(request, "lora_request", None))
         return _Known(request.request_id, key, expected_rows(request, index))
 
     def ensure_available(self, request: Any) -> bool:

@@ -144,6 +144,23 @@ def explain_role(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
+def refuse_early(hook: Hook) -> Undo:
+    """``EngineArgs.create_engine_config``: say at once, in the process that the user started, what cannot work.
+
+    The connector itself refuses too; there the reason is in a worker's log, above a traceback of the front end.
+    """
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        config = wrapped(*args, **kwargs)
+        if refusals.is_ours(config):
+            import vllm
+
+            refusals.check(config, str(getattr(vllm, "__version__", "")))
+        return config
+
+    return hook.wrap(wrapper)
+
+
 def chosen() -> Any:
     """The worker's connector in this process if it is ours, else ``None``."""
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer

@@ -173,8 +173,12 @@ def test_registering_twice_is_refused_with_a_reason() -> None:
 def test_encoder_decoder_models_are_refused(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "whisper"
     _write_whisper(folder)
-    config = make(folder=str(folder), skip_tokenizer_init=True)
+    with pytest.raises(refusals.ConnectorRefused, match="encoder-decoder"):
+        make(folder=str(folder), skip_tokenizer_init=True)
+    # And by the connector itself, where the configuration came by another road.
+    config = make(folder=str(folder), skip_tokenizer_init=True, connector="ECExampleConnector")
     assert config.model_config.is_encoder_decoder
+    config.ec_transfer_config.ec_connector = refusals.NAME
     for role in base.ECConnectorRole:
         with pytest.raises(refusals.ConnectorRefused, match="encoder-decoder"):
             connector(config, role)

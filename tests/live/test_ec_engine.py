@@ -78,6 +78,8 @@ def restarted(folder: Path, model: str, killed: dict[str, float]) -> Iterator[tu
     """The same folder after the kill, with the means to damage entries."""
     env = {
         "LMCACHE_EC_LOCAL_DISK": str(folder / "disk"),
+        # Beside the entries on disk: what the disk cannot take for a while is damaged there.
+        "LMCACHE_EC_SHM_PATH": str(folder / "disk"),
         "VLLM_OMNI_PATCH_REPORT_DIR": str(folder / "report"),
         "VLLM_SERVER_DEV_MODE": "1",
         **ec_faults.prepare(str(folder / "faults")),

@@ -109,6 +109,15 @@ def test_request_scoped_identifiers_are_never_looked_up(store: Any, identifier: 
     assert store.stats.snapshot().lookups == before
 
 
+def test_embeddings_that_a_client_sent_are_not_looked_up(store: Any) -> None:
+    """Under a uuid that also names a stored image, say."""
+    side = SchedulerSide(store, ItemKeys())
+    keep(store, "x")
+    asked = request("r1", ("x", 32))
+    asked.mm_features[0].data = {"image_embeds": object()}
+    assert side.has_items(asked) == [False]
+
+
 def test_metadata_only_items_travel_with_the_step(store: Any) -> None:
     side = SchedulerSide(store, ItemKeys(), can_fail_one=True)
     tensor = torch.randn(32, 64)
