@@ -63,7 +63,11 @@ def held(tensors: Iterable[Any]) -> Held:
 
 
 def _tensors(cache: Any) -> list[Any] | None:
-    state = getattr(cache, "__dict__", {})
+    state = getattr(cache, "__dict__", None)
+    if state is None:
+        return None
+    if not state:  # between __new__ and __init__
+        return []
     layers = state.get("layers")
     if isinstance(layers, (list, tuple)):
         return [tensor for layer in layers for tensor in _layer_tensors(layer)]

@@ -169,7 +169,7 @@ def _judge(
 
 def _undeclared(group: Group, peak: Peak) -> Row | None:
     """``None`` for a group that never held anything."""
-    if not peak.storage_bytes and not peak.row_bytes and not peak.unmeasured:
+    if not peak.storage_bytes and not peak.row_bytes and not (peak.unmeasured and peak.created):
         return None
     kinds = ", ".join(sorted(peak.kinds)) or "cache"
     blind = "; some have a layout that cannot be measured" if peak.unmeasured else ""

@@ -35,7 +35,6 @@ class Run:
         settings = {
             "PYTHONPATH": plugin[0],
             "VLLM_OMNI_PATCH_REPORT_DIR": str(reports),
-            "VLLM_OMNI_PATCH_UNLISTED": "apply",
             **env,
         }
         with engine_process.Offline(
@@ -45,7 +44,7 @@ class Run:
             self.tokens = [answer.tokens for answer in engine.images([None], max_tokens=12, text="What is it?")]
             self.report = self._wait(reports) if "VLLM_OMNI_PATCH_OBSERVE_KV" in env else self._read(reports)
             self.log = engine.log()
-        self.cache_size = re.findall(r"GPU KV cache size: ([\d,]+) tokens", self.log)
+        self.cache_size = re.findall(r"KV cache size: ([\d,]+) tokens", self.log)
 
     def _wait(self, reports: Path) -> dict[str, Any] | None:
         """The report once a full row of both caches is in it: the measuring thread writes it when it gets there."""

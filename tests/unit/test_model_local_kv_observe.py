@@ -255,6 +255,12 @@ def test_a_cache_made_by_a_plain_function_is_known_by_its_site(observer: Observe
     del cache
 
 
+def test_a_sample_between_new_and_init_is_not_taken_for_an_unknown_layout(observer: Observer) -> None:
+    bare = cache_utils.DynamicCache.__new__(cache_utils.DynamicCache)
+    assert only(observer).unmeasured == 0
+    del bare
+
+
 def test_regrouping_sorts_what_is_alive_in_again(observer: Observer) -> None:
     cache = Decoder()()
     observer.sample()
