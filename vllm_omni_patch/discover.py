@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +40,48 @@ class Choice:
 
 def find() -> list[Found]:
     """Every declared patch, ours first. One that cannot be imported, or declares nonsense, is told, not raised."""
-    from importlib.metadata import entry_points
-
-    points = {(point.name, point.value): point for point in entry_points(group=GROUP)}
+    points: dict[tuple[str, str], Any] = {}
+    for point in _points():
+        points.setdefault((point.name, point.value), point)
     found: list[Found] = []
     for point in sorted(points.values(), key=_order):
         found.append(_load(point, found))
     return found
+
+
+def _points() -> Iterator[Any]:
+    """The entry points of our group. ``importlib.metadata.entry_points`` would parse every distribution's file, which
+    takes 20 ms in an environment of 200; here only files that name the group are parsed.
+    """
+    from importlib import metadata
+
+    for folder in dict.fromkeys(sys.path):
+        try:
+            names = sorted(os.listdir(folder or "."))
+        except OSError:
+            # A zip file, say. What is neither holds no distributions.
+            yield from _named(metadata.distributions(path=[folder]))
+            continue
+        for name in names:
+            path = os.path.join(folder or ".", name)
+            if name.endswith((".dist-info", ".egg-info")) and _mentions(os.path.join(path, "entry_points.txt")):
+                yield from _named([metadata.Distribution.at(path)])
+
+
+def _mentions(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return GROUP.encode() in file.read()
+    except OSError:
+        return False
+
+
+def _named(distributions: Iterable[Any]) -> Iterator[Any]:
+    for one in distributions:
+        try:
+            yield from [point for point in one.entry_points if point.group == GROUP]
+        except Exception:
+            continue  # damaged metadata of another package
 
 
 def choose(value: str, found: Sequence[Found]) -> Choice:

@@ -14,27 +14,21 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_omni_patch import (
-    __version__,
-    announce,
-    apply,
-    discover,
-    flags,
-    installed,
-    known_flags,
-    layers,
-    ledger,
-    metrics,
-    startup,
-    strict,
-)
+from vllm_omni_patch import __version__, announce, discover, flags, installed, known_flags, ledger, metrics, startup
 from vllm_omni_patch.imports import Watch
 from vllm_omni_patch.ledger import Entry, State
 from vllm_omni_patch.patch import Patch, Target
+
+if TYPE_CHECKING:
+    from vllm_omni_patch.apply import Installed
+
+# What is needed only once a target's module is there (apply, layers, matrix, wrapt) is imported then: most processes
+# that import vLLM never come to it.
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
 
@@ -47,7 +41,7 @@ class Loader:
         self.watch = Watch(self._hook_failed)
         self.found = discover.find()
         self.patches: list[Patch] = []
-        self.applied: dict[tuple[str, str], apply.Installed] = {}
+        self.applied: dict[tuple[str, str], Installed] = {}
         self._owners: dict[tuple[str, str], str] = {}
         self._groups_off: dict[tuple[str, str], str] = {}
         self._said: set[str] = set()
@@ -134,6 +128,8 @@ class Loader:
 
     def _hook(self, patch: Patch, target: Target, module: ModuleType) -> bool:
         """Judge and install one target; returns whether it is applied now."""
+        from vllm_omni_patch import apply
+
         try:
             if self._stands(patch, target, module):
                 return True
@@ -154,6 +150,8 @@ class Loader:
 
     def _stands(self, patch: Patch, target: Target, module: ModuleType) -> bool:
         """A reload that left our wrapper in place, or a second look at the same module."""
+        from vllm_omni_patch import apply, layers
+
         done = self.applied.get((patch.name, target.name))
         if done is None or done.hook.module is not module:
             return False
@@ -181,6 +179,8 @@ class Loader:
         return self._entry(patch, target, state, decision.reason, verdict=decision.verdict, release=release or "")
 
     def _install(self, patch: Patch, target: Target, module: ModuleType, release: str | None) -> None:
+        from vllm_omni_patch import apply, layers
+
         done = apply.install(patch, target, module, on_first_call=partial(self._first_call, target))
         self.applied[(patch.name, target.name)] = done
         home = target.module.partition(".")[0]
@@ -236,6 +236,8 @@ class Loader:
 
     def _group_is_off(self, patch: Patch, group: str, reason: str) -> None:
         """Take out what a group has applied so far, and say of each member why it is not on."""
+        from vllm_omni_patch import apply
+
         self._groups_off[(patch.name, group)] = reason
         text = f"all targets of group {group!r} or none, and one cannot be applied: {reason}"
         for target in patch.targets:
@@ -280,7 +282,9 @@ class Loader:
             elif entry.state == "applied" and done is not None and done.is_wrapper:
                 self._inspect(entry, done)
 
-    def _inspect(self, entry: Entry, done: apply.Installed) -> None:
+    def _inspect(self, entry: Entry, done: Installed) -> None:
+        from vllm_omni_patch import layers
+
         current, owner, attribute = done.current(), done.hook.owner, done.hook.attribute
         entry.foreign = layers.foreign(current, done.target.module.partition(".")[0])
         entry.partial = layers.overrides(owner, attribute) + layers.copies(done.hook.original, owner, attribute)
@@ -348,22 +352,15 @@ def engine_starts(road: str) -> None:
     except Exception as error:
         ledger.say(logging.WARNING, f"the account of what is patched failed: {type(error).__name__}: {error}")
     if flags.read(flags.STRICT):
+        from vllm_omni_patch import strict
+
         strict.check(_loader.patches)
 
 
 def _notice_logging(module: ModuleType) -> None:
     """Let our held lines out as soon as vLLM has set up its log."""
-    import wrapt
-
-    def after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return wrapped(*args, **kwargs)
-        finally:
-            ledger.release_lines()
-
     ledger.release_lines()
-    if hasattr(module, "configure_logging"):
-        wrapt.wrap_function_wrapper(module, "configure_logging", after)
+    _call_after(module, "configure_logging", ledger.release_lines)
 
 
 def _note_version(module: ModuleType) -> None:
@@ -372,15 +369,22 @@ def _note_version(module: ModuleType) -> None:
 
 def _notice_plugin_loading(module: ModuleType) -> None:
     """Learn of engine starts where our own plugin is not called: filtered by VLLM_PLUGINS, or in a forked child."""
-    import wrapt
+    _call_after(module, "load_general_plugins", partial(engine_starts, "startup file"))
 
-    def after(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        engine_starts("startup file")
+
+def _call_after(module: ModuleType, name: str, then: Callable[[], None]) -> None:
+    """Call ``then`` after each call of a function of vLLM's that returned."""
+    original = vars(module).get(name)
+    if original is None:
+        return
+
+    @wraps(original)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
         return result
 
-    if hasattr(module, "load_general_plugins"):
-        wrapt.wrap_function_wrapper(module, "load_general_plugins", after)
+    setattr(module, name, around)
 
 
 _loader: Loader | None = None

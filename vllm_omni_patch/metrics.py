@@ -15,13 +15,15 @@ import logging
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import threading
 import time
+from functools import wraps
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, installed, layers, ledger
+from vllm_omni_patch import flags, installed, ledger
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
@@ -183,31 +185,35 @@ def is_alive(one: dict[str, Any]) -> bool:
 
 def serve_with(module: ModuleType) -> None:
     """Put our collector on each registry that ``vllm.v1.metrics.prometheus`` hands out."""
-    import wrapt
-
-    from vllm_omni_patch import exposition
-
-    def with_ours(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        registry = wrapped(*args, **kwargs)
-        serve_from(registry)
-        return registry
-
-    def serve_from(registry: Any) -> None:
-        global _serves
-        try:
-            exposition.register(registry)
-            _serves = True
-            changed()
-        except Exception as error:
-            ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
-
-    stock = vars(module).get("get_prometheus_registry")
+    name = "get_prometheus_registry"
+    stock = vars(module).get(name)
     if stock is None:
         return
-    wrapt.wrap_function_wrapper(module, "get_prometheus_registry", with_ours)
-    if layers.copies(stock, module, "get_prometheus_registry") and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+
+    @wraps(stock)
+    def with_ours(*args: Any, **kwargs: Any) -> Any:
+        registry = stock(*args, **kwargs)
+        _serve_from(registry)
+        return registry
+
+    setattr(module, name, with_ours)
+    home = module.__name__.partition(".")[0]
+    holders = [one for key, one in list(sys.modules.items()) if key.partition(".")[0] == home and one is not module]
+    if any(vars(one).get(name) is stock for one in holders) and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         # We are late: somebody holds the bare function. Without multiprocess mode it gives out this one registry.
-        serve_from(vars(module).get("REGISTRY"))
+        _serve_from(vars(module).get("REGISTRY"))
+
+
+def _serve_from(registry: Any) -> None:
+    global _serves
+    try:
+        from vllm_omni_patch import exposition
+
+        exposition.register(registry)
+        _serves = True
+        changed()
+    except Exception as error:
+        ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
 
 
 # -- the end of a process
