@@ -209,7 +209,7 @@ class Observer:
                 sums[1] += held.rows
         for group, held in self._fixed.items():
             storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
-            self.peaks.setdefault(group, Peak()).note(held)
+            self.peaks.setdefault(group, Peak())  # several allocations at once: what one row of them is, is not known
             storages.update(held.storages)
             sums[0] += held.view_bytes
             sums[1] += held.rows
@@ -264,10 +264,13 @@ class Observer:
             record = self._records.get(id(instance))
             if record is None or record.ref() is not instance:
                 return
-            # A group that was never measured is looked at whatever it costs: "never seen" must be true.
+            # The first cache of a group to hold anything is looked at whatever it costs: "never seen" must be true.
             known = self.peaks.get(record.group) if record.group is not None else None
-            if known is None or not known.row_bytes or time.perf_counter() >= self._not_before:
+            fresh = known is None or not known.row_bytes
+            if time.perf_counter() >= self._not_before or (fresh and _holds_something(instance)):
                 self.sample()
+            if record.group is None:
+                self._count(record)
             self._records.pop(id(instance), None)
         except Exception:
             pass
@@ -320,6 +323,11 @@ class Observer:
                     self.on_round(risen)
             except Exception:  # the next round may succeed; a thread that dies would stop the report for good
                 pass
+
+
+def _holds_something(cache: Any) -> bool:
+    held = measure(cache)
+    return held is None or bool(held.storages)
 
 
 def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:

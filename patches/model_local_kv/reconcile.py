@@ -86,14 +86,16 @@ class Assignment:
 
     def at(self, path: str, geometry: tuple[int, int]) -> Group | None:
         """The declarations for a cache of ``geometry`` made at ``path``; ``None`` when there are none."""
-        same = [owner for owner, shape in self._sets if shape == geometry]
+        # An empty cache has no shape yet. It adds no bytes, only to the count of caches that were made here.
+        same = [owner for owner, shape in self._sets if geometry in (shape, (0, 0))]
         above = [owner for owner in same if self._covers(owner, path)]
         below = [owner for owner in same if self._covers(path, owner)]
         owner: str | None
         owner = max(above, key=self._depth) if above else below[0] if len(set(below)) == 1 else None
         if owner is None:
             return None
-        return Group(owner, tuple(entry.name for entry in self._sets[(owner, geometry)]))
+        shape = next(shape for known, shape in self._sets if known == owner and geometry in (shape, (0, 0)))
+        return Group(owner, tuple(entry.name for entry in self._sets[(owner, shape)]))
 
     def _covers(self, owner: str, path: str) -> bool:
         """``owner`` is ``path`` or above it. The root goes by its class name, which is no prefix of the others."""
@@ -161,7 +163,7 @@ def _judge(
     if peak.row_storage_bytes > row_limit:
         return "under-declared", f"a row pinned {peak.row_storage_bytes} bytes of storage, {row_limit} are declared"
     if not peak.row_bytes:
-        return "matched", f"{peak.storage_bytes} bytes, within what is declared; how many rows they are cannot be told"
+        return "matched", f"tensors of {peak.storage_bytes} bytes, within the {limit} that are declared"
     if peak.row_bytes < per_row:
         return "over-declared", f"no row filled more than {peak.row_bytes} of {per_row} bytes so far"
     return "matched", f"a full row is {per_row} bytes; {peak.rows} rows were alive at once"

@@ -53,8 +53,8 @@ class Suspect:
         return (self.shape[-3], self.shape[-1]) if len(self.shape) >= 3 else (0, 0)
 
     def rows(self) -> int:
-        """Rows where the layout says so: ``(2, rows, ...)`` or ``(rows, heads, positions, head_dim)``; else 0."""
-        if len(self.shape) == 5 and self.shape[0] == 2:
+        """Rows of ``([2 or layers,] rows, heads, positions, head_dim)``; 0 for another number of dimensions."""
+        if len(self.shape) == 5:
             return self.shape[1]
         return self.shape[0] if len(self.shape) == 4 else 0
 

@@ -217,6 +217,19 @@ def test_a_cache_that_lived_between_two_samples_is_not_missed(observer: Observer
     assert (peak.storage_bytes, peak.live_bytes) == (size(9, 2), 0)
 
 
+def test_caches_that_stay_empty_do_not_cost_a_full_measurement_each(observer: Observer) -> None:
+    observer.sample()
+    observer._not_before = float("inf")  # the share of time is used up
+    before = observer.samples
+    for _ in range(10):
+        cache_utils.DynamicCache()
+    gc.collect()
+    assert observer.samples == before
+    Decoder()(3)
+    gc.collect()
+    assert observer.samples == before + 1
+
+
 def test_caches_are_not_kept_alive(observer: Observer) -> None:
     decoder = Decoder()
     cache = decoder()

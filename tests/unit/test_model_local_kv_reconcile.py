@@ -192,10 +192,15 @@ def test_never_seen_tells_a_dead_cache_from_an_empty_one(observer: Observer) -> 
         def forward(self, *args: Any) -> Any:
             return cache_utils.DynamicCache()
 
-    model = Model()
-    model.decoder = torch.nn.ModuleDict({"x": Empty()})
-    bench = Bench(observer, model)
-    kept = model.decoder["x"]()
+    bench.model.decoder.inner = Empty()
+    bench = Bench(observer, bench.model)
+    for _ in range(3):
+        bench.model.decoder.inner()
+    kept = bench.model.decoder.inner()
+    row = bench.row()
+    assert (row.status, row.created) == ("never seen", 4)
+    assert "4 caches were made and held nothing" in row.text
+    bench = Bench(observer, torch.nn.ModuleDict({"x": bench.model.decoder.inner}))
     assert bench.rows() == [], "an undeclared cache that holds nothing is no finding"
     del kept
 
@@ -307,6 +312,15 @@ def test_suspects_are_found_by_name_and_shape_and_weights_and_paged_kv_are_not()
     assert found["flow_cache"].tensors == 1
     assert found["key_cache_view"].view_bytes * 3 == found["key_cache_view"].storage_bytes
     assert find([("b", Paged())]) == []
+    assert {name: one.rows() for name, one in found.items()} == {
+        "_k_cache": 3,
+        "_v_cache": 3,
+        "key_cache_view": 1,
+        "streams": 2,
+        "flow_cache": 0,
+        "kv_buffer": 0,
+        "state": 0,
+    }
 
 
 def test_a_ring_that_is_declared_is_observed_and_not_suspected(observer: Observer) -> None:
