@@ -6,6 +6,7 @@ A patch from another package (``demo``) brings its own matrix file. What is inst
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,8 +18,10 @@ import package_index
 import pytest
 import typer.testing
 
-from vllm_omni_patch import checker, discover, flags, matrix_cli, releases, table
+from vllm_omni_patch import checker, discover, flags, matrix_cli, matrix_text, releases, table
+from vllm_omni_patch.assess import assess, assess_release, without_effect
 from vllm_omni_patch.patch import Contract, Documented, Parameter, Patch, Target
+from vllm_omni_patch.releases import read_path
 
 WORKER = """
 class Base:
@@ -385,9 +388,6 @@ def test_several_processes_give_the_same_table(served):
 
 
 def test_groups_stand_and_fall_together(house, tmp_path):
-    from vllm_omni_patch.assess import assess_release
-    from vllm_omni_patch.releases import read_path
-
     good = Target("vllm.worker", "Worker.load", "x:y", group="both")
     bad = Target("vllm.worker", "Worker.start", "x:y", group="both", contract=Contract(parameters=(Parameter("a"),)))
     there_or_not = Target("vllm.nowhere", "X.y", "x:y", group="both", optional=True)
@@ -437,3 +437,25 @@ def test_a_process_of_its_own_imports_no_vllm(tmp_path):
         "",
     )
     assert done.returncode == 1
+
+
+def test_what_a_patch_uses_is_judged_and_not_hooked(house, tmp_path):
+    wanted = Contract(base_methods=("start",))
+    good = Target("vllm.worker", "Base", "", contract=wanted)
+    bad = Target("vllm.worker", "Base", "", contract=Contract(base_methods=("stop",)))
+    gone = Target("vllm.nowhere", "Base", "", optional=True)
+    absent = Target("other.worker", "Base", "", distribution="other", contract=wanted)
+    hooked = Target("vllm.worker", "Worker.load", "x:y")
+    matrix = str(tmp_path / "m.json")
+    declared = Patch("demo", "", "", "", "", "", "adds", (hooked,), matrix=matrix, uses=(good, bad, gone))
+    release = read_path(package_index.tree(tmp_path / "tree", vllm("9.1.0")))[0]
+    held = table.Table([checker.judge(q, release) for q in checker.questions([declared])], {"vllm": ["9.1.0"]})
+    (tmp_path / "m.json").write_text(table.dump(held))
+    assert [r.used for r in table.read(tmp_path / "m.json").rows()] == [False, True, True]
+    assert "(used, not hooked)" in matrix_text.markdown_table(held)
+    declared = dataclasses.replace(declared, uses=(good, bad, gone, absent))
+    found = assess([declared], lambda target: release if target.distribution == "vllm" else None)
+    assert [one.action for one in found] == ["applied", "used", "not usable", "not there", "not installed"]
+    assert [one.faulty for one in found] == [False, False, True, False, False]
+    assert [one.as_json()["role"] for one in found] == ["hooked", *["used"] * 4]
+    assert without_effect(found) == []
