@@ -90,7 +90,9 @@ def test_v1_limit_less_use(tree: Tree) -> None:
 def test_v1_sentinel_is_no_limit(tree: Tree, sentinel: int) -> None:
     put_v1(tree, "/docker/abc")
     tree.v1("/docker/abc", sentinel, 8 * GIB)
-    assert host_memory(tree.root).available == 600 * GIB
+    memory = host_memory(tree.root)
+    assert memory.available == 600 * GIB
+    assert [bound.source for bound in memory.bounds] == ["MemAvailable of /proc/meminfo"]
 
 
 def test_the_tightest_of_nested_limits(tree: Tree) -> None:
