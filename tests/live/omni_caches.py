@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from vllm_omni_patch.patches.model_local_kv import PATCH
@@ -27,10 +32,41 @@ KiB = 1 << 10
 MODELS = "vllm_omni.model_executor.models."
 
 
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for torchvision and torchaudio, whose builds do not load beside a CPU torch.
+
+    Their names are imported at module level by code that no cache passes through; what they hold is a mock.
+    """
+
+    names = ("torchvision", "torchaudio")
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname.partition(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        mock = MagicMock(name=spec.name)
+        mock.__spec__, mock.__path__, mock.__name__ = spec, [], spec.name
+        mock.__version__ = "0.0"
+        return mock
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing to run."""
+
+
 def omni_release() -> tuple[int, int]:
-    """Release of the installed vLLM-Omni, as (major, minor)."""
-    import vllm_omni
+    """Import the installed vLLM-Omni; its release as (major, minor)."""
+    import transformers.utils
     from packaging.version import Version
+
+    # transformers must have decided that there is no torchvision before the stand-in turns up.
+    transformers.utils.is_torchvision_available()
+    if not any(isinstance(finder, Absent) for finder in sys.meta_path):
+        missing = [name for name in Absent.names if importlib.util.find_spec(name) is None]
+        if missing:
+            sys.meta_path.append(Absent())
+    import vllm_omni
 
     return Version(vllm_omni.__version__).release[:2]
 
@@ -266,6 +302,11 @@ def minicpm_encoder() -> Any:
 
 def minicpm_stream(encoder: Any, chunks: int) -> Any:
     """Hear ``chunks`` chunks of 50 positions (one second) in one session; returns the session's cache, or ``None``."""
+    if omni_release() < (0, 28):
+        # The session's runtime puts back a method that transformers dropped, before it streams.
+        home = importlib.import_module("vllm_omni.experimental.fullduplex.minicpmo45.stage0")
+        (runtime,) = [kind for kind in vars(home).values() if hasattr(kind, "_ensure_dynamic_cache_compat")]
+        runtime._ensure_dynamic_cache_compat()
     cache = None
     with torch.no_grad():
         for _ in range(chunks):
