@@ -71,7 +71,8 @@ def releases(found: Sequence[discover.Found]) -> str:
     declared = {item.patch.name: item.patch for item in found if item.patch is not None}
     for patch, distribution in dict.fromkeys((row.patch, row.distribution) for row in matrix.rows()):
         rows = [row for row in matrix.rows() if (row.patch, row.distribution) == (patch, distribution)]
-        needed = {t.name for t in declared[patch].targets if t.distribution == distribution and not t.optional}
+        asked = (*declared[patch].targets, *declared[patch].uses)
+        needed = {t.name for t in asked if t.distribution == distribution and not t.optional}
         by_release: dict[str, list[table.Row]] = {}
         for row in sorted(rows, key=lambda row: Version(row.release)):
             by_release.setdefault(row.release, []).append(row)
