@@ -94,6 +94,15 @@ def test_qwen3_reads_a_connector_that_is_an_object() -> None:
     assert (specs[1].rows, specs[1].rows_fixed) == (RowDriver.FIXED, 2)
 
 
+@pytest.mark.parametrize(("retains", "said"), [(False, True), (True, False), (None, False)])
+def test_qwen3_says_when_waiting_requests_are_not_counted(retains: bool | None, said: bool) -> None:
+    config = engine()
+    if retains is not None:
+        config.model_config.retains_state_across_chunks = retains
+    specs, _ = ask(qwen3_tts.declare, decoder(), config)
+    assert ("do not count as running" in str(specs[0].allocation_note)) is said
+
+
 class Shared:
     def capture(self) -> None:
         current_platform.get_global_graph_pool()  # type: ignore[name-defined]  # noqa: F821

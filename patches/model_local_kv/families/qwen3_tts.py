@@ -106,6 +106,7 @@ def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[M
         rows=RowDriver.MAX_NUM_SEQS,
         allocation_note=_note(
             "kept from chunk to chunk of a request with a reference; a request without reference audio keeps 0 bytes",
+            _parked(),
             unsure,
         ),
         **common,
@@ -211,5 +212,15 @@ def _connector() -> dict[str, Any]:
     return extra if isinstance(extra, dict) else {}
 
 
-def _note(text: str, unsure: str) -> str:
-    return f"{text}; {unsure}" if unsure else text
+def _parked() -> str:
+    """The scheduler of 0.28 and 0.30 admits others while a request waits for its next chunk, unless told otherwise."""
+    model_config = getattr(engine_config(), "model_config", None)
+    if getattr(model_config, "retains_state_across_chunks", None) is not False:
+        return ""
+    return (
+        "requests that wait for a chunk keep theirs and do not count as running: the stage before bounds their number"
+    )
+
+
+def _note(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
