@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Check the family declarations of model_local_kv against the real caches of vLLM-Omni 0.16 to 0.30, on CPU.
+"""Check the family declarations of model_local_kv against the real caches of vLLM-Omni 0.14 to 0.30, on CPU.
 
     python scripts/check_families.py --write docs/data/families.json    # every release
     python scripts/check_families.py --releases 0.30.0,0.28.0 --environments FOLDER
@@ -23,9 +23,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("test_families_omni.py", "test_families_rings.py", "test_families_runner.py")
+TESTS = (
+    "test_families_qwen3.py",
+    "test_families_omni.py",
+    "test_families_rings.py",
+    "test_families_runner.py",
+    "test_families_observed.py",
+)
 INSTALLED = ("0.30.0", "0.28.0")
-UNPACKED = ("0.26.0", "0.24.0", "0.22.0", "0.20.0", "0.18.0", "0.16.0")
+UNPACKED = ("0.26.0", "0.24.0", "0.22.0", "0.20.0", "0.18.0", "0.16.0", "0.14.0")
 TORCH = "torch==2.13.0"
 # Builds of these do not load beside a CPU torch; nothing that is measured needs them.
 REMOVED = ("torchvision", "torchaudio", "torchcodec", "triton")

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from vllm_omni_patch.patches.model_local_kv import PATCH
 from vllm_omni_patch.patches.model_local_kv.collect import Collection, Entry, collect
@@ -68,7 +69,20 @@ def omni_release() -> tuple[int, int]:
             sys.meta_path.append(Absent())
     import vllm_omni
 
-    return Version(vllm_omni.__version__).release[:2]
+    release = Version(vllm_omni.__version__).release
+    return release[0], release[1]
+
+
+def since(major: int, minor: int) -> pytest.MarkDecorator:
+    """Run from this release on."""
+    here = omni_release()
+    return pytest.mark.skipif((major, minor) > here, reason=f"vLLM-Omni {here} is older than {major}.{minor}")
+
+
+def before(major: int, minor: int) -> pytest.MarkDecorator:
+    """Run in releases older than this one."""
+    here = omni_release()
+    return pytest.mark.skipif((major, minor) <= here, reason=f"vLLM-Omni {here} is not older than {major}.{minor}")
 
 
 def module(name: str) -> Any:

@@ -6,6 +6,7 @@ Needs vLLM-Omni beside its vLLM: ``scripts/check_families.py`` makes the environ
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +14,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip(
-    "vllm_omni", reason="vLLM-Omni is not installed; scripts/check_families.py makes environments for it"
-)
+if importlib.util.find_spec("vllm_omni") is None:
+    pytest.skip(
+        "vLLM-Omni is not installed; scripts/check_families.py makes an environment for it", allow_module_level=True
+    )
 torch = pytest.importorskip("torch")
 
+import omni_caches as omni  # noqa: E402
+from omni_caches import MiB  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv import hooks, watch  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE  # noqa: E402
-
-from tests.live import omni_caches as omni  # noqa: E402
-from tests.live.omni_caches import MiB  # noqa: E402
 
 RELEASE = omni.omni_release()
 pytestmark = pytest.mark.skipif(RELEASE < (0, 28), reason=f"vLLM-Omni {RELEASE} is inert for Qwen3-TTS")

@@ -7,7 +7,7 @@ head_dim)``, made for the largest batch seen so far and never made smaller.
 ===========  ========================================================================================
 vLLM-Omni    state
 ===========  ========================================================================================
-0.20         Fish Speech: inert, every step runs over the whole short sequence again
+0.18, 0.20   Fish Speech: inert, every step runs over the whole short sequence again
 0.22 - 0.30  Fish Speech: active
 0.30         Audio8: active
 ===========  ========================================================================================

@@ -7,8 +7,7 @@ from the decoder's parameters: vLLM-Omni 0.28 casts the decoder to float32, 0.30
 ===========  ========================================================================================
 vLLM-Omni    state
 ===========  ========================================================================================
-0.14         absent: the decoder is stateless and lives in another class layout
-0.16 - 0.26  inert: a decode never asks for a cache; captured graphs hold none
+0.14 - 0.26  inert: a decode never asks for a cache; captured graphs hold none
 0.28, 0.30   active when ``model_config.async_chunk`` is set, with graphs and under ``enforce_eager`` alike
 ===========  ========================================================================================
 
@@ -45,7 +44,7 @@ TARGETS = (
         "qwen3_tts",
         "qwen3_tts.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2",
         "Qwen3TTSTokenizerV2Decoder",
-        contract=Contract(base_methods=("forward",), class_attributes=("pre_transformer", "_cudagraph_wrapper")),
+        contract=Contract(base_methods=("forward",), class_attributes=("pre_transformer",)),
         note="codec decoder: per-request cache, working copies, captured graphs; inert before 0.28",
     ),
 )
