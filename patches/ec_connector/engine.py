@@ -202,7 +202,7 @@ class ECCacheEngine:
         if known is None or known[0] != epoch:
             bound = self.identity.bind(self.config.namespace, self.config.salt, self._dtype, epoch)
             self._binding = known = (epoch, bound)
-        return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1])
+        return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1], shared=not epoch)
 
     def _put(self, mm_hash: str, tensor: torch.Tensor) -> str:
         if self._closed:
@@ -238,7 +238,7 @@ class ECCacheEngine:
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(tensor.device))
                 ready = event.synchronize
-            if writer.submit(Job(key, slot, rows, columns, dtype, force=refused, ready=ready)):
+            if writer.submit(Job(key, slot, rows, columns, dtype, refused, not key.shared, ready)):
                 return ""
         except BaseException:
             staging.give_back(slot)

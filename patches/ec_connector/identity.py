@@ -79,6 +79,7 @@ class Key:
     """Address of an entry: where it lies (``folder``, ``name``) and what it must say about itself.
 
     ``binding`` (32 bytes) stands for model, weights, encoder configuration, vLLM version, key dtype, salt and epoch.
+    ``shared`` is false in an epoch of one run, whose entries mean nothing to other hosts.
     """
 
     mm_hash: str
@@ -86,6 +87,7 @@ class Key:
     chunk_hash: int
     dtype: str
     binding: bytes
+    shared: bool = True
 
     @property
     def folder(self) -> str:

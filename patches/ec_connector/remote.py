@@ -26,7 +26,7 @@ from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
 from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
-# A first connection imports LMCache and may take this long; it happens before requests come.
+# A first connection imports LMCache and may take this long; lookups meanwhile are misses.
 _CONNECT_SECONDS = 60.0
 # Threads left behind in calls that never came back; with this many the remote is given up.
 _MAX_STUCK = 4
@@ -117,10 +117,21 @@ def shared_folder_path(url: str) -> str:
 
 
 class RemoteTier:
-    """A :class:`Remote` behind lanes and a breaker. Loads and lookups never raise and are bounded in time."""
+    """A :class:`Remote` behind lanes and a breaker. Loads and lookups never raise and are bounded in time.
 
-    def __init__(self, name: str, remote: Remote, config: ECConfig, stats: ECStats) -> None:
+    ``refuse`` is called with the path of a damaged entry that cannot be removed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        remote: Remote,
+        config: ECConfig,
+        stats: ECStats,
+        refuse: Callable[[str], None] = lambda path: None,
+    ) -> None:
         self.name = name
+        self._refuse = refuse
         self._remote = remote
         self._config = config
         self._stats = stats
@@ -130,20 +141,22 @@ class RemoteTier:
         self._stores = Lane("ec-remote-store")
         self._stuck = 0
         self._closed = False
+        self._connected = False
         self._mutex = threading.Lock()
-        self._ready = threading.Event()
-        threading.Thread(target=self._first_connection, name="ec-remote-connect", daemon=True).start()
+        # Set while no connection attempt runs.
+        self._settled = threading.Event()
+        self._settled.set()
+        self._connect_behind()
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait for the first connection attempt to end."""
-        return self._ready.wait(seconds)
+        """Wait for a running connection attempt to end; whether there is a connection then."""
+        return self._settled.wait(seconds) and self._connected
 
     def contains(self, key: Key, rows: int | None) -> bool:
         """Whether a matching header is there, as far as can be told within ``lookup_deadline``."""
         limit = self._config.lookup_deadline
 
         def look() -> bool:
-            self._remote.connect()
             header = self._remote.header(key, limit)
             return header is not None and header.matches(key, rows)
 
@@ -154,16 +167,16 @@ class RemoteTier:
         limit = self._config.load_deadline
 
         def load() -> tuple[Header, memoryview] | None:
-            self._remote.connect()
-            header = self._remote.header(key, limit)
-            if header is None or not header.matches(key, rows):
-                return None
             try:
+                header = self._remote.header(key, limit)
+                if header is None or not header.matches(key, rows):
+                    return None
                 return header, self._remote.read(key, header)
             except FormatError as error:
                 self._stats.add("bad_entries")
                 _log.warning("Encoder cache: entry %s in %s is unusable (%s).", key.path, self.name, error)
-                self._remove(key)
+                if not self._remove(key):
+                    self._refuse(key.path)
                 return None
 
         return self._guarded("_loads", load, limit, None)
@@ -174,13 +187,14 @@ class RemoteTier:
         Raises:
             OSError: failed or took longer than ``store_deadline``.
         """
-        if not self._ready.wait(_CONNECT_SECONDS) or self._closed:
+        if not self._connected and self._pause.open():
+            self._connect_behind()
+        if self._closed or not self.wait_ready(_CONNECT_SECONDS):
             raise ConnectionError("not connected")
         limit = self._config.store_deadline
         new = format.decode_header(header, len(header) + payload.nbytes)
 
         def store() -> str:
-            self._remote.connect()
             if not force and self._present(key, new, limit):
                 return "present"
             self._remote.write(key, header, payload, limit)
@@ -204,22 +218,33 @@ class RemoteTier:
         self._closed = True
         deadline = time.monotonic() + max(0.1, seconds)
         closer = threading.Thread(target=self._remote.drop, name="ec-remote-close", daemon=True)
-        self._ready.wait(min(1.0, seconds))
+        self._settled.wait(min(1.0, seconds))
         closer.start()
         closer.join(max(0.1, deadline - time.monotonic()))
         for lane in (self._lookups, self._loads, self._stores):
             lane.close(max(0.1, min(1.0, deadline - time.monotonic())))
 
-    def _first_connection(self) -> None:
+    def _connect_behind(self) -> None:
+        """Begin to connect, unless that is under way: it may take seconds, which no lookup has."""
+        with self._mutex:
+            if self._closed or self._connected or not self._settled.is_set():
+                return
+            self._settled.clear()
+        threading.Thread(target=self._connect, name="ec-remote-connect", daemon=True).start()
+
+    def _connect(self) -> None:
         try:
             self._remote.connect()
             if self._closed:
                 self._remote.drop()
+                return
+            self._connected = True
+            self._pause.worked()
         except Exception as error:
             self._pause.failed(error)
             self._stats.add("remote_failures")
         finally:
-            self._ready.set()
+            self._settled.set()
 
     def _present(self, key: Key, new: Header, limit: float) -> bool:
         try:
@@ -236,7 +261,10 @@ class RemoteTier:
             return False
 
     def _guarded(self, lane: str, call: Callable[[], T], seconds: float, otherwise: T) -> T:
-        if self._closed or not self._ready.is_set() or not self._pause.open():
+        if self._closed or not self._pause.open():
+            return otherwise
+        if not self._connected:
+            self._connect_behind()
             return otherwise
         try:
             result = getattr(self, lane).run(call, seconds)
@@ -256,6 +284,7 @@ class RemoteTier:
         with self._mutex:
             if self._closed:
                 return
+            self._connected = False
             if isinstance(error, Stuck):
                 if self._stuck >= _MAX_STUCK:
                     return

@@ -75,7 +75,7 @@ class Tiers:
         tiers = cls(local, runtime, stats)
         tiers.largest = max(tier.store.limit or 0 for tier in local)
         if config.has_remote:
-            tiers.remote.append(_remote_tier(config, role, model, dtype, stats))
+            tiers.remote.append(_remote_tier(config, role, model, dtype, stats, runtime))
         return tiers
 
     def contains(self, key: Key, rows: int | None) -> bool:
@@ -88,7 +88,9 @@ class Tiers:
                 self.bad(tier, key, error)
             except OSError as error:
                 _log.debug("cannot look up in %s: %s", tier.name, error)
-        return any(tier.contains(key, rows) for tier in self.remote) and not self.runtime.refused(key.path)
+        return any(tier.contains(key, rows) for tier in self.remote if key.shared) and not self.runtime.refused(
+            key.path
+        )
 
     def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
         """Whether a put would only write what is there already."""
@@ -104,13 +106,13 @@ class Tiers:
     def discard(self, key: Key) -> None:
         """Remove an entry everywhere; refuse it where that fails."""
         local = [tier.store.remove(key) for tier in self.local]
-        remote = [tier.discard(key) for tier in self.remote]
+        remote = [tier.discard(key) for tier in self.remote if key.shared]
         if not all(local + remote):
             self.runtime.refuse(key.path)
 
     def load_remote(self, key: Key, rows: int | None) -> tuple[Header, memoryview] | None:
         """Header and verified payload from the first remote that has the entry."""
-        for tier in self.remote:
+        for tier in self.remote if key.shared else ():
             loaded = tier.load(key, rows)
             if loaded is not None:
                 return loaded
@@ -122,12 +124,13 @@ class Tiers:
             tier.close(timeout)
 
 
-def _remote_tier(config: ECConfig, role: str, model: str, dtype: str, stats: ECStats) -> RemoteTier:
+def _remote_tier(config: ECConfig, role: str, model: str, dtype: str, stats: ECStats, runtime: Runtime) -> RemoteTier:
     path = shared_folder_path(config.remote_url)
     if path:
-        return RemoteTier(config.remote_url, SharedFolder(path, config.fsync, config.touch_seconds), config, stats)
+        folder = SharedFolder(path, config.fsync, config.touch_seconds)
+        return RemoteTier(config.remote_url, folder, config, stats, runtime.refuse)
     from vllm_omni_patch.patches.ec_connector.lmcache_remote import LMCacheRemote
 
     remote = LMCacheRemote(config, model, dtype, lookups_only=role == "scheduler")
     name = config.remote_url or ", ".join(config.remote_options["remote_storage_plugins"])
-    return RemoteTier(name, remote, config, stats)
+    return RemoteTier(name, remote, config, stats, runtime.refuse)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-omni-patch ec``: what it counts, finds and removes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from typer.testing import CliRunner  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.cli import app  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three entries of model ``a`` and two of model ``b``."""
+    (tmp_path / "shm").mkdir()
+    for model, count in (("a", 3), ("b", 2)):
+        config = ECConfig(shm_path=str(tmp_path / "shm"), disk_path=str(tmp_path / "disk"))
+        engine = ECCacheEngine(config, ModelIdentity(model, engine_id=model), role="worker", dtype=torch.bfloat16)
+        for index in range(count):
+            assert engine.put(f"{model}{index}", torch.ones(600, 512, dtype=torch.bfloat16))
+        assert engine.flush(10)
+        engine.close()
+    return tmp_path / "disk"
+
+
+def call(*args: Any) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    return result.exit_code, result.output
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.ec"))
+
+
+def test_stats(folder: Path) -> None:
+    code, text = call("stats", folder, "--json")
+    found = json.loads(text)
+    assert code == 0 and found["entries"] == 5 and found["bytes"] == sum(p.stat().st_size for p in entries(folder))
+    assert found["models"]["a"]["entries"] == 3 and found["models"]["b"]["entries"] == 2
+    code, text = call("stats", folder)
+    assert code == 0 and "5 entries" in text and "a: 3 entries" in text
+
+
+def test_verify_finds_every_damaged_entry(folder: Path) -> None:
+    assert call("verify", folder) == (0, f"{folder}/ec-v1: 5 entries are sound, 0 are not\n")
+    first, second, third, *_ = entries(folder)
+    data = bytearray(first.read_bytes())
+    # Two changes that cancel in the sums that loads compare, within one block: only the SHA-256 sees them.
+    data[-8] ^= 0x80
+    data[-16] ^= 0x80
+    first.write_bytes(data)
+    os.truncate(second, 100)
+    third.write_bytes(b"nothing")
+    code, text = call("verify", folder, "--json")
+    found = json.loads(text)
+    assert code == 1 and found["good"] == 2 and set(found["bad"]) == {str(first), str(second), str(third)}
+    assert call("verify", folder, "--remove")[0] == 1
+    assert call("verify", folder)[0] == 0 and len(entries(folder)) == 2
+
+
+def test_clear_by_model_age_and_all(folder: Path) -> None:
+    assert call("clear", folder)[0] == 2, "nothing is removed unless it is said what"
+    old = entries(folder)[0]
+    os.utime(old, (time.time() - 7200,) * 2)
+    code, text = call("clear", folder, "--older-than", "1h", "--json")
+    assert code == 0 and json.loads(text)["removed"] == 1 and not old.exists()
+    assert call("clear", folder, "--older-than", "soon")[0] == 2
+    code, text = call("clear", folder, "--model", "b", "--json")
+    found = json.loads(text)
+    assert code == 0 and found["left"] == len(entries(folder)) == 5 - 1 - found["removed"]
+    assert "b" not in json.loads(call("stats", folder, "--json")[1])["models"]
+    code, text = call("clear", folder, "--all")
+    assert code == 0 and entries(folder) == []
+    assert [p for p in (folder / "ec-v1").iterdir() if p.name not in ("lock", "tmp")] == []
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    for command in (("stats",), ("verify",), ("clear", "--all")):
+        code, text = call(command[0], tmp_path, *command[1:])
+        assert code == 2 and "no encoder cache" in text

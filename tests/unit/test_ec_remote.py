@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The remote tier: deadlines, breaker, reconnection; the shared folder behind ``fs://``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.identity import Key, ModelIdentity, encode_id, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, shared_folder_path  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.stats import ECStats  # noqa: E402
+
+
+class Server:
+    """A remote that keeps entries in a dict and can be made slow, dead or forgetful."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[bytes, bytes]] = {}
+        self.up = True
+        self.gate = threading.Event()
+        self.gate.set()
+        self.connects = self.drops = self.calls = 0
+
+    def connect(self) -> None:
+        self.connects += 1
+        if not self.up:
+            raise ConnectionError("refused")
+
+    def drop(self) -> None:
+        self.drops += 1
+
+    def _serve(self) -> None:
+        self.calls += 1
+        self.gate.wait(30)
+        if not self.up:
+            raise ConnectionError("reset")
+
+    def header(self, key: Key, seconds: float) -> Any:
+        self._serve()
+        found = self.entries.get(key.path)
+        return (
+            None if found is None else format.decode_header(found[0], len(found[0]) + format.declared_payload(found[0]))
+        )
+
+    def read(self, key: Key, header: Any) -> memoryview:
+        self._serve()
+        data = self.entries[key.path][1]
+        if len(data) != header.payload:
+            raise format.FormatError("a piece is missing")
+        return memoryview(bytearray(data))
+
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
+        self._serve()
+        self.entries[key.path] = (header, bytes(payload))
+
+    def remove(self, key: Key) -> bool:
+        self._serve()
+        return self.entries.pop(key.path, None) is not None
+
+
+def key(mm_hash: str = "id") -> Key:
+    return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
+
+
+def entry(mm_hash: str = "id", rows: int = 4) -> tuple[bytes, memoryview]:
+    data = memoryview(bytearray(range(rows * 8 * 2)))
+    return format.encode_header(key(mm_hash), rows, 8, "bfloat16", data, b"{}"), data
+
+
+@pytest.fixture
+def server() -> Any:
+    made = Server()
+    yield made
+    made.gate.set()
+
+
+def tier_on(server: Server, **config: Any) -> RemoteTier:
+    values = {"lookup_deadline": 0.1, "load_deadline": 0.3, "store_deadline": 0.3, "retry_seconds": 0.2, **config}
+    return RemoteTier("test", server, ECConfig(**values), ECStats("worker"))
+
+
+def until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_store_look_up_load_remove(server: Server) -> None:
+    tier = tier_on(server)
+    assert tier.wait_ready(5)
+    header, payload = entry()
+    assert not tier.contains(key(), None) and tier.load(key(), None) is None
+    assert tier.write(key(), header, payload) == "stored"
+    assert tier.write(key(), header, payload) == "present"
+    assert tier.contains(key(), 4) and not tier.contains(key(), 5)
+    loaded = tier.load(key(), 4)
+    assert loaded is not None and bytes(loaded[1]) == bytes(payload)
+    longer, longer_payload = entry(rows=7)
+    assert tier.write(key(), longer, longer_payload) == "stored", "another length replaces"
+    assert tier.contains(key(), 7)
+    assert tier.discard(key()) and not tier.contains(key(), None)
+    tier.close(1)
+
+
+def test_a_hung_server_costs_one_deadline_then_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    tier = tier_on(server, retry_seconds=30)
+    assert tier.wait_ready(5)
+    server.gate.clear()
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        began = time.monotonic()
+        assert not tier.contains(key(), None)
+        assert 0.05 < time.monotonic() - began < 2.0
+        began = time.monotonic()
+        for _ in range(1000):
+            assert not tier.contains(key(), None) and tier.load(key(), None) is None
+        assert time.monotonic() - began < 2.0
+    assert len([record for record in caplog.records if "stop" in record.message]) == 1
+    assert server.calls == 1
+    until(lambda: server.drops == 1)
+    tier.close(0.5)
+
+
+def test_it_reconnects_when_the_server_is_back(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    tier = tier_on(server, retry_seconds=0.05)
+    assert tier.wait_ready(5)
+    assert tier.write(key(), *entry()) == "stored"
+    server.up = False
+    assert not tier.contains(key(), None)
+    with caplog.at_level(logging.INFO, "vllm.omni_patch.ec"):
+        server.up = True
+        until(lambda: tier.contains(key(), None))
+    assert server.connects >= 2 and "work again" in caplog.text
+    tier.close(1)
+
+
+def test_a_server_that_is_down_at_the_start_is_found_later(server: Server) -> None:
+    server.up = False
+    tier = tier_on(server, retry_seconds=0.05)
+    assert not tier.wait_ready(5) and not tier.contains(key(), None)
+    with pytest.raises(OSError):
+        tier.write(key(), *entry())
+    server.up = True
+    until(lambda: tier.contains(key(), None) is False and tier.wait_ready(1))
+    assert tier.write(key(), *entry()) == "stored" and tier.contains(key(), None)
+    tier.close(1)
+
+
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_a_damaged_entry_is_a_miss_and_removed(part: str, server: Server) -> None:
+    tier = tier_on(server)
+    assert tier.wait_ready(5)
+    header, payload = entry()
+    damaged = header[:50] + b"???" + header[53:]
+    server.entries[key().path] = (damaged, bytes(payload)) if part == "header" else (header, bytes(payload)[:-1])
+    assert tier.load(key(), None) is None
+    assert server.entries == {} and tier.contains(key(), None) is False
+    assert tier.write(key(), header, payload) == "stored" and tier.load(key(), None) is not None
+    tier.close(1)
+
+
+def test_close_leaves_no_thread_even_when_the_server_hangs(server: Server) -> None:
+    tier = tier_on(server)
+    assert tier.wait_ready(5)
+    server.gate.clear()
+    tier.contains(key(), None)
+    began = time.monotonic()
+    tier.close(0.5)
+    assert time.monotonic() - began < 5.0
+    server.gate.set()
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("ec-remote")])
+    assert not tier.contains(key(), None) and tier.load(key(), None) is None
+
+
+def test_lane() -> None:
+    lane = Lane("lane")
+    assert lane.run(lambda: 7, 5) == 7
+    with pytest.raises(ZeroDivisionError):
+        lane.run(lambda: 1 // 0, 5)
+    gate = threading.Event()
+    with pytest.raises(Stuck):
+        lane.run(lambda: gate.wait(10), 0.05)
+    with pytest.raises(Stuck, match="earlier"):
+        lane.run(lambda: 7, 0.05)
+    assert lane.busy_for() > 0 and not lane.close(0.05)
+    gate.set()
+    assert lane.close(5)
+    with pytest.raises(Stuck):
+        lane.run(lambda: 7, 5)
+
+
+def test_pause_doubles_up_to_a_minute() -> None:
+    pause = Pause("x", 1.0)
+    lengths = []
+    for _ in range(8):
+        pause.failed(OSError("no"))
+        lengths.append(pause._pause)
+    assert lengths == [1, 2, 4, 8, 16, 32, 60, 60] and not pause.open()
+    pause.worked()
+    assert pause.open() and not pause.failing
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("fs://host:0/a/b", "/a/b"),
+        ("fs:///a/b/", "/a/b"),
+        ("fs://h/a%20b", "/a b"),
+        ("fs://host:0/", ""),
+        ("redis://host:1/a", ""),
+        ("lm://host:1", ""),
+    ],
+)
+def test_shared_folder_urls(url: str, path: str) -> None:
+    assert shared_folder_path(url) == path
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Any:
+    """Engines of several hosts: nothing in common but the shared folder."""
+    engines: list[ECCacheEngine] = []
+
+    def make(host: str, role: str = "worker") -> ECCacheEngine:
+        (tmp_path / host).mkdir(exist_ok=True)
+        config = ECConfig(
+            remote_url=f"fs://any:0{tmp_path}/shared", shm_path=str(tmp_path / host), lookup_deadline=5.0,
+            load_deadline=10.0, retry_seconds=0.05,
+        )  # fmt: skip
+        engine = ECCacheEngine(config, ModelIdentity("m", engine_id=host), role=role, dtype=torch.bfloat16)
+        assert engine._tiers.remote[0].wait_ready(10)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close(5)
+
+
+def test_another_host_finds_it_and_keeps_a_copy(hosts: Any, tmp_path: Path) -> None:
+    one, two = hosts("one"), hosts("two")
+    scheduler = hosts("two", "scheduler")
+    tensor = torch.randn(300, 512).to(torch.bfloat16)
+    assert one.put("id", tensor) and one.flush(10)
+    assert scheduler.contains("id", 300) and not scheduler.contains("id", 301)
+    found = two.get("id", "cpu", 300)
+    assert found is not None and torch.equal(found, tensor)
+    assert two.flush(10)
+    for path in (tmp_path / "shared").rglob("*.ec"):
+        path.unlink()
+    again = two.get("id", "cpu", 300)
+    assert again is not None and torch.equal(again, tensor), "from its own memory"
+    assert two.stats.snapshot().hits == 2
+
+
+def test_damage_in_the_shared_folder_is_a_miss_and_removed(hosts: Any, tmp_path: Path) -> None:
+    one, two = hosts("one"), hosts("two")
+    scheduler = hosts("two", "scheduler")
+    tensor = torch.randn(300, 512).to(torch.bfloat16)
+    assert one.put("id", tensor) and one.flush(10)
+    (path,) = (tmp_path / "shared").rglob("*.ec")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert scheduler.contains("id")
+    assert two.get("id", "cpu") is None
+    assert not scheduler.contains("id")
+    assert two.put("id", tensor) and two.flush(10)
+    assert scheduler.contains("id")
+
+
+def test_discard_reaches_the_shared_folder(hosts: Any, tmp_path: Path) -> None:
+    one = hosts("one")
+    assert one.put("id", torch.ones(4, 4, dtype=torch.bfloat16)) and one.flush(10)
+    one.discard("id")
+    assert not list((tmp_path / "shared").rglob("*.ec")) and not hosts("two", "scheduler").contains("id")
+
+
+def test_an_epoch_of_one_run_stays_on_its_host(hosts: Any, tmp_path: Path) -> None:
+    one = hosts("one")
+    one.new_epoch()
+    assert one.put("id", torch.ones(4, 4, dtype=torch.bfloat16)) and one.flush(10)
+    assert one.contains("id") and not list((tmp_path / "shared").rglob("*.ec"))
