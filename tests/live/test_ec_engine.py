@@ -68,6 +68,8 @@ def killed(folder: Path, model: str, reference: dict[int, Answer]) -> dict[str, 
             for seed in IMAGES:
                 assert server.image(seed).same(reference[seed], 1e-4), server.log()[-3000:]
             wait_for(lambda: len(entries(folder / "disk")) == len(IMAGES))
+        counted(server, "hits", len(IMAGES) - 2)
+        counted(server, "stored", len(IMAGES))
         return counters(server)
     finally:
         server.group.kill()
