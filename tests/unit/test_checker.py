@@ -428,14 +428,11 @@ def test_a_process_of_its_own_imports_no_vllm(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code), "--format", "json"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), flags.SWITCH.name: ""},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), flags.SWITCH.name: ""},
     )
     assert done.stderr.splitlines()[-1] == "[]"
-    told = {one["target"]: one for one in json.loads(done.stdout)}
-    assert told["vllm.v1.worker.gpu_worker:Worker.load_model" if False else next(iter(told))]["release"] in (
-        "9.1.0",
-        "",
-    )
+    assert {one["release"] for one in json.loads(done.stdout) if one["distribution"] == "vllm"} == {"9.1.0"}
+    # Ours have nothing to hook in this small package.
     assert done.returncode == 1
 
 
