@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+# The device of numbers and the scripted NVML library serve the unit tests too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 from gpu_card import GIB, Card, Lines, make_worker, stand_in
 from nvml_library import ALL_ONES, NvmlLibrary
 from vllm_omni_patch.patches.available_memory import PATCH, explain, gpu, hooks, profiling, report

@@ -13,20 +13,15 @@ import gc
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))  # the scripted NVML library lies there
-
 from nvml_library import GIB, PCI, UUIDS, NvmlLibrary
 
-__all__ = ["GIB", "Card", "Lines", "make_worker", "stand_in"]
+__all__ = ["GIB", "Card", "Lines", "Runner", "make_worker", "stand_in", "stand_in_torch"]
 
 
 class Card:
@@ -137,11 +132,8 @@ def _config() -> Any:
     return config
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    """Put ``card`` below torch and vLLM's platform."""
-    from vllm.platforms import current_platform
-
-    card.config = _config()
+def stand_in_torch(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
+    """Put ``card`` below torch's memory functions, of ``torch.accelerator`` and of ``torch.cuda``."""
     for name, value in (
         ("get_memory_info", card.memory_info),
         ("memory_stats", card.memory_stats),
@@ -151,7 +143,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
         ("synchronize", lambda device=None: None),
     ):
         monkeypatch.setattr(torch.accelerator, name, value)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", card.memory_info)
+    for name, value in (
+        ("mem_get_info", card.memory_info),
+        ("memory_stats", card.memory_stats),
+        ("memory_reserved", lambda device=None: card.reserved),
+        ("memory_allocated", lambda device=None: card.allocated),
+        ("empty_cache", card.empty_cache),
+        ("reset_peak_memory_stats", card.reset_peak),
+        ("synchronize", lambda device=None: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "none")
     domain, bus, slot = (int(part.split(".")[0], 16) for part in PCI[1].split(":"))
     properties = SimpleNamespace(
@@ -160,6 +161,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
         pci_bus_id=bus,
         pci_device_id=slot,
         is_integrated=False,
+        major=9,
+        minor=0,
     )
 
     def get_device_properties(device: Any = None) -> SimpleNamespace:
@@ -167,6 +170,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
         return properties
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", get_device_properties)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
+    """Put ``card`` below torch and the installed vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    card.config = _config()
+    stand_in_torch(monkeypatch, card)
     for name, value in (
         ("is_cuda_alike", lambda: True),
         ("is_cuda", lambda: True),
