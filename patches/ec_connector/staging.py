@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_omni_patch import ledger
+
+_log = ledger.logger("ec")
 _ALIGN = 4096
 # Linux's number for "map these pages for writing now, keep what they hold"; not in the mmap module before 3.14.
 _POPULATE_WRITE = 23
@@ -65,7 +68,7 @@ class Staging:
                 if self._large:
                     return None
                 try:
-                    slot = Slot(torch.empty(length, dtype=torch.uint8, pin_memory=self._pin), -1, 0)
+                    slot = Slot(_host_memory(length, self._pin), -1, 0)
                 except (MemoryError, RuntimeError):
                     return None
                 self._large = length
@@ -75,7 +78,7 @@ class Staging:
                 return None
             if self._memory is None:
                 # Only CUDA comes here.
-                self._memory = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+                self._memory = _host_memory(self.size, self._pin)
             slot = Slot(self._memory[start : start + length], start, rounded)
             self._used.append(slot)
             return slot
@@ -110,6 +113,16 @@ class Staging:
         return head if tail - head >= length else None
 
 
+def _host_memory(length: int, pin: bool) -> torch.Tensor:
+    """uint8 of ``length`` bytes, page-locked if asked for and possible (a container may forbid it)."""
+    if pin:
+        try:
+            return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            _log.warning("Encoder cache: no page-locked memory (%s); copies from and to the device are slower.", error)
+    return torch.empty(length, dtype=torch.uint8)
+
+
 class LoadBuffer:
     """One page-locked buffer through which entries go to a CUDA device; grows to the largest entry below ``limit``."""
 
@@ -128,5 +141,5 @@ class LoadBuffer:
             return torch.empty(length, dtype=torch.uint8)
         if self._memory is None or self._memory.numel() < length:
             self._memory = None
-            self._memory = torch.empty(max(length, 1 << 20), dtype=torch.uint8, pin_memory=True)
+            self._memory = _host_memory(max(length, 1 << 20), True)
         return self._memory[:length]

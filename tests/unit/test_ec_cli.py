@@ -44,6 +44,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def test_stats(folder: Path) -> None:
+    assert json.loads(call("stats", folder / "ec-v1", "--json")[1])["entries"] == 5, "the inner folder will do too"
     code, text = call("stats", folder, "--json")
     found = json.loads(text)
     assert code == 0 and found["entries"] == 5 and found["bytes"] == sum(p.stat().st_size for p in entries(folder))

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.folder import Busy, Folder  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.folder import Busy  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.identity import Key, encode_id, stable_u64  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore  # noqa: E402
 
@@ -395,7 +395,3 @@ def test_processes_that_write_and_read_one_folder_stay_within_the_limit(tmp_path
     assert store.folder.usage()[0] == on_disk(store) <= 6 * MIB
     assert store.folder.counted() == on_disk(store)
     assert os.listdir(store.folder.temporaries) == []
-
-
-def test_root_is_found_from_itself(tmp_path: Path) -> None:
-    assert Folder(str(tmp_path), None).root == Folder(Folder(str(tmp_path), None).root, None).root
