@@ -109,8 +109,8 @@ class Shared:
 
 
 class Private:
-    def capture(self) -> None:
-        torch.cuda.graph_pool_handle()
+    def capture(self, buffer: Any) -> None:
+        torch.cuda.graph(None, buffer.pool)
 
 
 class Other:

@@ -161,8 +161,8 @@ def _graph_pool(
 def _pool(capture: Any) -> tuple[bool, str]:
     """Whether the buckets share a graph pool, read from the code that captures them, and that in words."""
     names = getattr(getattr(type(capture).capture, "__code__", None), "co_names", ())
-    if "graph_pool_handle" in names:
-        return False, "each bucket has a graph pool of its own"
     if "get_global_graph_pool" in names:
         return True, "the buckets share one graph pool, whose blocks later captures use again"
+    if "pool" in names:  # buffer.pool: a handle that every bucket's buffer makes for itself
+        return False, "each bucket has a graph pool of its own"
     return True, "whether the buckets share a graph pool is not known"
