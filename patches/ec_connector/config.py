@@ -11,6 +11,7 @@ CPU pool is taken: the KV cache's disk, remote and ``extra_config`` stay the KV 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -108,10 +109,10 @@ def load_ec_config(
     for source, name, value in _ec_settings(document, env, extra or {}):
         if name in _SETTINGS:
             _take(merged, dropped, source, value, name)
-        elif name in REMOTE_OPTIONS or _lmcache_knows(name):
-            merged.setdefault("remote_options", {})[name] = value
-            if name not in REMOTE_OPTIONS:
-                _log.info("EC setting %s is LMCache's and concerns the remote tier only, if anything.", source)
+        elif name in REMOTE_OPTIONS:
+            _take_remote(merged, dropped, source, name, value)
+        elif _lmcache_knows(name):
+            _log.info("EC setting %s is one of LMCache's that has no effect on the encoder cache.", source)
         else:
             dropped.append(source)
             _log.warning("Unknown EC setting %s is ignored.%s", source, _suggest(name))
@@ -149,6 +150,15 @@ def _take(merged: dict[str, Any], dropped: list[str], source: str, value: Any, n
     except (TypeError, ValueError):
         dropped.append(source)
         _log.warning("EC setting %s=%r is not accepted and ignored; use %s.", source, value, setting.accepts)
+
+
+def _take_remote(merged: dict[str, Any], dropped: list[str], source: str, name: str, value: Any) -> None:
+    options = merged.setdefault("remote_options", {})
+    try:
+        options[name] = REMOTE_OPTIONS[name](value)
+    except (TypeError, ValueError):
+        dropped.append(source)
+        _log.warning("EC setting %s=%r is not accepted and ignored; see LMCache's page on it.", source, value)
 
 
 def _base_settings(document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -278,6 +288,21 @@ def _path(value: Any) -> str:
     return os.path.abspath(os.path.expanduser(text)) if text else ""
 
 
+def _names(value: Any) -> list[str]:
+    if isinstance(value, (list, tuple)):
+        return [_text(item) for item in value]
+    return [name for name in (part.strip() for part in _text(value).split(",")) if name]
+
+
+def _map(value: Any) -> dict[str, Any]:
+    loaded = json.loads(value) if isinstance(value, str) else value
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, Mapping):
+        raise ValueError(value)
+    return dict(loaded)
+
+
 _GIB = "a number of GiB"
 _SECONDS = "a number of seconds >= 0"
 _SETTINGS: dict[str, Setting] = {
@@ -313,10 +338,9 @@ _FIELD = {
     "close_deadline_ms": "close_deadline",
     "staging_size_mib": "staging_bytes",
 }
-REMOTE_OPTIONS = (
-    "remote_serde",
-    "remote_storage_plugins",
-    "extra_config",
-    "blocking_timeout_secs",
-    "lookup_timeout_ms",
-)
+# LMCache settings that are handed to it for the remote tier.
+REMOTE_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "remote_serde": _text,
+    "remote_storage_plugins": _names,
+    "extra_config": _map,
+}

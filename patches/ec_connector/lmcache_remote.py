@@ -20,7 +20,7 @@ import hashlib
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -285,7 +285,7 @@ def _lmcache_config(factory: Any, config: ECConfig, pool: int) -> Any:
         "local_disk": None,
         "blocking_timeout_secs": max(1, math.ceil(config.load_deadline)),
         # Without it a remote returns a KV chunk's shape whatever was stored.
-        "extra_config": {**(extra if isinstance(extra, Mapping) else {}), "save_chunk_meta": True},
+        "extra_config": {**(extra or {}), "save_chunk_meta": True},
     }
     if config.remote_url:
         values["remote_url"] = config.remote_url

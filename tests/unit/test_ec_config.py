@@ -145,3 +145,19 @@ def test_staging_is_taken_out_of_the_pool() -> None:
     assert ECConfig(cpu_bytes=8 * MIB).staging == 4 * MIB
     assert ECConfig().staging == 64 * MIB
     assert "1 GiB" in ECConfig().describe()
+
+
+def test_remote_options_are_read_from_text_too() -> None:
+    env = {"LMCACHE_EC_REMOTE_STORAGE_PLUGINS": "fs.one, mine", "LMCACHE_EC_EXTRA_CONFIG": '{"a": {"b": 1}}'}
+    found = load(env)
+    assert found.remote_options == {"remote_storage_plugins": ["fs.one", "mine"], "extra_config": {"a": {"b": 1}}}
+    assert found.has_remote and "fs.one, mine" in found.describe()
+    assert load({"LMCACHE_EC_EXTRA_CONFIG": "[1]"}).unused == ("LMCACHE_EC_EXTRA_CONFIG",)
+    assert not load({"LMCACHE_EC_EXTRA_CONFIG": "{}"}).has_remote
+
+
+def test_settings_of_lmcache_without_effect_draw_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("lmcache")
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        found = load({"LMCACHE_EC_CHUNK_SIZE": "1024"})
+    assert found == ECConfig() and not caplog.records
