@@ -180,3 +180,83 @@ def test_fast_ar_buffers(name: str, owner: str, configuration: str, row: int) ->
     assert entry(coming, "fast_ar_buffers").declared_peak == storage_bytes(buffers) == 6 * row
     assert entry(made, "fast_ar_buffers").declared_peak == 6 * row
     TABLE.add("fast_ar", f"{owner}, 6 rows", 6 * row, storage_bytes(buffers))
+
+
+class Tts:
+    """What a captured step reads of the checkpoint's model, around a real backbone with sliding and full layers."""
+
+    def __init__(self, backbone: Any) -> None:
+        self.tts_model = SimpleNamespace(
+            backbone=backbone, hidden_size=64, config=SimpleNamespace(num_quantizers=2), embed_subword=None
+        )
+
+    def _get_generation_config(self, guidance: bool) -> dict[str, Any]:
+        return {"guidance": guidance}
+
+
+def nemotron_talker(**settings: Any) -> Any:
+    talker_class = present(
+        "nemotron_voicechat.nemotron_voicechat_talker"
+    ).NemotronVoiceChatTalkerForConditionalGeneration
+    from transformers import Gemma3TextConfig, Gemma3TextModel
+
+    config = Gemma3TextConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=6,
+        intermediate_size=32, vocab_size=64, sliding_window=600,
+    )  # fmt: skip
+    talker = talker_class.__new__(talker_class)
+    torch.nn.Module.__init__(talker)
+    talker.tts = Tts(Gemma3TextModel(config).to(torch.bfloat16).eval())
+    talker._dtype, talker._graph_max_cache_len = torch.bfloat16, 4096
+    vars(talker).update({"_step_graph": None, "_native_guidance": False, **settings})
+    return talker
+
+
+def filled(graph: Any, sizes: Any, rows: int) -> int:
+    """Bytes of the caches that the captured step makes for these buckets, after one write each."""
+    caches = [graph._get_bucket(size)["cache"] for size in sizes]
+    for cache in caches:
+        with torch.no_grad():
+            graph.model.backbone(
+                inputs_embeds=torch.zeros(rows, 3, 64, dtype=torch.bfloat16), past_key_values=cache, use_cache=True
+            )
+    return storage_bytes(omni.cache_tensors(caches))
+
+
+@omni.since(0, 30)
+@pytest.mark.parametrize(("guidance", "rows"), [(True, 2), (False, 1)])
+def test_nemotron_step_graph_buckets(guidance: bool, rows: int) -> None:
+    talker = nemotron_talker()
+    step = omni.module("nemotron_voicechat.talker_graph").TalkerStepGraph(
+        talker.tts, dtype=torch.bfloat16, device=torch.device("cpu"), max_cache_len=4096, guidance_enabled=guidance
+    )
+    vars(talker)["_step_graph"] = step
+    with omni.installed(omni.MODELS + "nemotron_voicechat.nemotron_voicechat_talker"):
+        found = declared(talker, max_num_seqs=1).entries
+    assert [e.name for e in found] == [f"talker_step_{size}" for size in (512, 1024, 2048, 4096)]
+    assert {e.rows for e in found} == {rows}
+    measured = filled(step, (512, 1024, 2048, 4096), rows)
+    assert sum(e.declared_peak for e in found) == sum(e.storage_peak for e in found) == measured
+    TABLE.add("nemotron", f"step graph, every bucket, {rows} rows", sum(e.declared_peak for e in found), measured)
+
+
+@omni.since(0, 30)
+def test_nemotron_unconditional_stream_buckets() -> None:
+    native = omni.module("nemotron_voicechat.talker_native")
+    talker = nemotron_talker(_native_guidance=True, _graph_max_cache_len=2048)
+    graph = native.UncondStepGraph(
+        talker.tts.tts_model, hidden_size=64, dtype=torch.bfloat16, device=torch.device("cpu"), max_cache_len=2048
+    )
+    with omni.installed(omni.MODELS + "nemotron_voicechat.nemotron_voicechat_talker"):
+        found = declared(talker, max_num_seqs=4).entries
+    assert [e.positions for e in found] == [512, 1024, 2048]
+    measured = filled(graph, (512, 1024, 2048), 1)
+    assert sum(e.declared_peak for e in found) == measured
+    TABLE.add("nemotron", "unconditional stream, every bucket", sum(e.declared_peak for e in found), measured)
+
+
+@omni.since(0, 28)
+def test_nemotron_eager_sessions_are_not_declared() -> None:
+    talker = nemotron_talker()
+    with omni.installed(omni.MODELS + "nemotron_voicechat.nemotron_voicechat_talker"):
+        assert declared(talker, max_num_seqs=4).entries == []

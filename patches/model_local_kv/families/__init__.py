@@ -10,8 +10,8 @@ Where a release declares natively, ``specs.METHOD`` is left alone and ours goes 
 
 What no module declares, because its bound is not in the config, is left to the observation and to the walk that lists
 suspects: the flow caches of MiniCPM-o and Step-Audio2 (bounded by the prompt's mel frames), Audex and the VAE of
-ming_tts (bounded by the utterance), the sessions of Nemotron VoiceChat (bounded by the session), and the generation of
-Qwen3-TTS in vLLM-Omni 0.14 (bounded by ``max_new_tokens`` of the request).
+ming_tts (bounded by the utterance), the eager sessions of Nemotron VoiceChat (bounded by the session), and the
+generation of Qwen3-TTS in vLLM-Omni 0.14 (bounded by ``max_new_tokens`` of the request).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ FAMILIES: tuple[str, ...] = (
     "moss_tts",
     "personaplex",
     "fast_ar",
+    "nemotron_voicechat",
     "deepseek_ocr2",
 )
 """Names of the modules of this package that declare targets, in the order in which they are registered."""
