@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni_patch.patches.available_memory import report
+from vllm_omni_patch.patches.available_memory.host import host_memory
 from vllm_omni_patch.patches.available_memory.profiling import ProfileWatch, is_unified, read_device
 from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input
 
@@ -181,9 +182,23 @@ def _cpu(made: BudgetReport, worker: Any, stock: int, explicit: bool) -> None:
     made.inputs.append(Input.measured(report.NON_TORCH, rest, "resident memory less weights"))
     made.inputs.append(Input(report.GRAPH_ESTIMATE, 0, "no graphs on CPU", "zero"))
     made.inputs.append(Input.measured(report.OWN_PROCESS, own, text))
-    made.inputs.append(Input.measured(report.DEVICE_FREE, available, where))
     others = None if None in (total, available, own) else max(total - available - own, 0)  # type: ignore[operator]
     made.inputs.append(Input.measured(report.OTHER_PROCESSES, others, "node total less available less own process"))
+    _container(made, available, where)
+
+
+def _container(made: BudgetReport, available: int | None, where: str) -> None:
+    """What the container leaves, which the memory node's figures do not know of (public report B23)."""
+    host = _try(host_memory)
+    limits = [] if host is None else [each for each in host.bounds if each.limit and each.available is not None]
+    if limits:
+        tightest = min(limits, key=lambda each: each.available or 0)
+        made.inputs.append(_configured("container_limit", tightest.limit, tightest.source))
+        if available is None or (tightest.available or 0) < available:
+            available, where = tightest.available, tightest.source
+            if made.kv_bytes > (available or 0):
+                made.notes.append(f"{tightest.source} leaves {report.gib(available)}, less than this KV cache")
+    made.inputs.append(Input.measured(report.DEVICE_FREE, available, where))
 
 
 def _xpu(made: BudgetReport, worker: Any, stock: int) -> None:

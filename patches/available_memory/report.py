@@ -181,26 +181,29 @@ def advise(report: BudgetReport) -> list[str]:
         if known is None:
             return ["How much model-local KV is still to come is not known; no setting can be computed for it."]
         pending = max(known - report.reserved_for_model_local_kv, 0)
-    reason = f"{gib(pending)} of model-local KV still to come"
+    wanted = [f"{gib(pending)} of model-local KV still to come"] if pending else []
     uncharged = 0 if report.counts_own_process else local_kv(report, "uncharged_bytes") or 0
     if uncharged:
-        reason = f"{reason} and {gib(uncharged)} in place that this budget does not count"
-        pending += uncharged
+        wanted.append(f"{gib(uncharged)} in place that this budget does not count")
+    needed = pending + uncharged
     limit = report.kv_bytes
     free = byte_count(report.value(DEVICE_FREE))
-    if free is not None and free + uncharged < report.kv_bytes + pending:
-        reason = f"{reason} and only {gib(free)} free on the device" if pending else f"only {gib(free)} free"
+    tight = free is not None and free + uncharged < report.kv_bytes + needed
+    if free is not None and tight:
         limit = min(limit, free + uncharged)
-    room = limit - pending
+    room = limit - needed
     if room >= report.kv_bytes:
         return []
+    reason = f"leave room for {' and '.join(wanted)}" if wanted else "fit into what is free"
+    if tight:
+        reason += f" ({gib(free)} are free)"
     if room <= 0:
-        return [f"There is no room for a KV cache beside {reason}; lower max_num_seqs or free memory on the device."]
+        return [f"No KV cache fits: it would have to {reason}. Lower max_num_seqs or free memory on the device."]
     utilization = utilization_for(report, room)
     other = "" if utilization is None else f", or --gpu-memory-utilization {utilization:g}"
     if report.kv_setting == "VLLM_CPU_KVCACHE_SPACE":
-        return [f"To leave room for {reason}: VLLM_CPU_KVCACHE_SPACE={room // GIB}{other}"]
-    return [f"To leave room for {reason}: {report.kv_setting} {room}{other}"]
+        return [f"To {reason}: VLLM_CPU_KVCACHE_SPACE={room // GIB}{other}"]
+    return [f"To {reason}: {report.kv_setting} {room}{other}"]
 
 
 def utilization_for(report: BudgetReport, kv_bytes: int) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+import engine_process
 import tiny_model
 from engine_process import Server
 from typer.testing import CliRunner
@@ -106,10 +107,16 @@ def test_memory_shows_and_draws_it(explicit: dict[str, Any], tmp_path: Path) -> 
     assert "CPUWorker" in page.read_text()
 
 
-def test_automatic_size(model: str, tmp_path: Path) -> None:
+def test_automatic_size(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an explicit size vLLM takes its share of the memory node less the process, and the report says so."""
     reports = tmp_path / "reports"
-    log, _, _ = boot(model, tmp_path, FLAG, VLLM_OMNI_PATCH_REPORT_DIR=str(reports), VLLM_CPU_KVCACHE_SPACE="")
+    usual = engine_process.environment
+
+    def without_a_size(flag: str | None, extra: Any = None) -> dict[str, str]:
+        return {name: value for name, value in usual(flag, extra).items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+
+    monkeypatch.setattr(engine_process, "environment", without_a_size)
+    log, _, _ = boot(model, tmp_path, FLAG, VLLM_OMNI_PATCH_REPORT_DIR=str(reports))
     data = only_report(reports)
     found = inputs(data)
     assert data["policy"] == "stock"

@@ -214,7 +214,7 @@ def test_no_room_at_all() -> None:
     publish(20 * GIB)
     budget = made()
     report.complete(budget)
-    assert budget.advice[0].startswith("There is no room for a KV cache beside 20.00 GiB")
+    assert budget.advice[0].startswith("No KV cache fits: it would have to leave room for 20.00 GiB of model-local KV")
 
 
 def test_a_neighbour_that_grew_limits_the_room() -> None:
@@ -222,7 +222,8 @@ def test_a_neighbour_that_grew_limits_the_room() -> None:
     budget.inputs.append(Input.measured(report.DEVICE_FREE, 12 * GIB, "torch"))
     report.complete(budget)
     assert budget.advice == [
-        f"To leave room for only 12.00 GiB free: --kv-cache-memory-bytes {12 * GIB}, or --gpu-memory-utilization 0.5208"
+        "To fit into what is free (12.00 GiB are free): "
+        f"--kv-cache-memory-bytes {12 * GIB}, or --gpu-memory-utilization 0.5208"
     ]
 
 

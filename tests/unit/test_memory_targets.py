@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks, report
+from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory
 
 from vllm_omni_patch import ledger, matrix
 from vllm_omni_patch.apply import Refused, install, remove
@@ -183,6 +184,23 @@ def test_cpu_with_a_size_given(emitted: list[report.BudgetReport]) -> None:
     made = emitted[0]
     assert made.policy == "explicit kv_cache_memory_bytes"
     assert inputs(made)["own_process"].value != 9 * GIB
+
+
+def test_cpu_in_a_container(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
+    """B23: the number stays vLLM's, and the report says that the container leaves less than it."""
+    bounds = [
+        Bound("MemAvailable of /proc/meminfo", None, None, 600 * GIB, "measured"),
+        Bound("memory.max of /sys/fs/cgroup/pod", 15 * GIB, 10 * GIB, 5 * GIB, "measured"),
+    ]
+    monkeypatch.setattr(explain, "host_memory", lambda: HostMemory(5 * GIB, bounds[1].source, bounds))
+    monkeypatch.setattr(explain, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
+    worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB))
+    assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB
+    made = emitted[0]
+    assert inputs(made)["container_limit"].value == 15 * GIB
+    assert inputs(made)["device_free"].value == 5 * GIB
+    assert made.notes == ["memory.max of /sys/fs/cgroup/pod leaves 5.00 GiB, less than this KV cache"]
+    assert made.advice[0].startswith("To fit into what is free (5.00 GiB are free): --kv-cache-memory-bytes 5368709120")
 
 
 def test_cpu_reserve(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
