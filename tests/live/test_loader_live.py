@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loader on the vLLM that is installed: one engine in strict mode, and what can be seen without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine_process
+import pytest
+import tiny_model
+
+pytest.importorskip("vllm")
+
+STATUS = [sys.executable, "-m", "vllm_omni_patch.cli", "status", "--json"]
+
+
+def python(code: str, flag: str | None, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=engine_process.environment(flag, env), capture_output=True, text=True, timeout=300, cwd="/",
+    )  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What an engine left: its log, its metrics page, the account of its processes, its run folder."""
+
+    log: str
+    page: str
+    status: dict[str, Any]
+    run_folder: str
+    there_while_running: bool
+    left: dict[int, str]
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        return {process["role"]: process for process in self.status["processes"]}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """A server with every patch on, strict, checking its environment, and in Prometheus' multiprocess mode."""
+    folder = tmp_path_factory.mktemp("engine")
+    reports, pages = folder / "reports", folder / "prometheus"
+    pages.mkdir()
+    env = {
+        "VLLM_OMNI_PATCH_STRICT": "1",
+        "VLLM_OMNI_PATCH_REPORT_DIR": str(reports),
+        "PROMETHEUS_MULTIPROC_DIR": str(pages),
+    }
+    model = tiny_model.make(str(folder / "model"))
+    server = engine_process.Server(
+        model, str(folder), flag="1", env=env, dummy=True, arguments=["--fail-on-environ-validation"]
+    )
+    try:
+        page = server.get("/metrics")
+        run_folders = [line for line in _environ(server.group.process.pid) if "VLLM_OMNI_PATCH_RUN_DIR" in line]
+        ledger = json.loads(next(reports.glob("ledger-*.json")).read_text())
+        run = ledger["process"]["run"]
+        run_folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), run)
+        there = os.path.isdir(run_folder) and run_folders == []
+        done = subprocess.run([*STATUS, "--report-dir", str(reports)], capture_output=True, text=True, timeout=120)
+        status = json.loads(done.stdout)
+        log = server.log()
+    finally:
+        left = server.stop()
+    yield Seen(log, page, status, run_folder, there, left)
+
+
+def _environ(pid: int) -> list[str]:
+    """Variables that a process was started with."""
+    return Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+
+
+def test_every_process_says_what_it_applied(engine: Seen) -> None:
+    roles = engine.roles()
+    assert {"api server", "engine core", "worker"} <= set(roles)
+    applied = {
+        role: {entry["patch"] for entry in process["entries"] if entry["state"] == "applied"}
+        for role, process in roles.items()
+    }
+    assert applied["worker"] == {"available_memory", "ec_connector", "model_local_kv"}
+    assert "ec_connector" in applied["engine core"]
+    assert engine.status["mismatches"] == []
+    assert engine.status["problems"] == []
+    for process in roles.values():
+        assert process["process"]["road"] == "startup file"
+        assert process["process"]["vllm_version"] == engine.status["installed"]["vllm"]["release"]
+
+
+def test_each_process_has_one_line_in_vllms_format(engine: Seen) -> None:
+    lines = [line for line in engine.log.splitlines() if re.search(r"vllm-omni-patch \d+\.\d+\.\d+: pid ", line)]
+    pids = [re.search(r": pid (\d+),", line).group(1) for line in lines]  # type: ignore[union-attr]
+    told = {str(p["pid"]) for p in engine.status["processes"] if p["role"] in ("api server", "engine core", "worker")}
+    assert told <= set(pids)
+    assert len(pids) == len(set(pids))
+    for line in lines:
+        assert " INFO " in line
+        assert re.search(r"vLLM \S+: \d+ applied", line)
+
+
+def test_no_variable_of_ours_is_unknown_to_vllm(engine: Seen) -> None:
+    assert "Unknown vLLM environment variable" not in engine.log
+    assert "vllm-omni-patch: not active" not in engine.log
+
+
+def test_numbers_of_the_worker_and_states_are_on_the_page(engine: Seen) -> None:
+    assert re.search(r"^vllm_omni_patch_memory_kv_cache_bytes\{.*\} \S+$", engine.page, re.MULTILINE)
+    rows = [line for line in engine.page.splitlines() if line.startswith("vllm_omni_patch_info{")]
+    assert rows
+    assert all(line.endswith(" 1.0") for line in rows)
+    assert any('state="applied"' in line and "load_model" in line for line in rows)
+    assert not any('state="failed"' in line for line in rows)
+    assert "vllm:" in engine.page, "vLLM's own numbers are still there"
+
+
+def test_nothing_is_left_when_it_ends(engine: Seen) -> None:
+    assert engine.left == {}
+    assert engine.there_while_running
+    assert not os.path.exists(engine.run_folder)
+
+
+# -- without an engine
+
+
+@pytest.mark.parametrize("flag", [None, "1"])
+def test_the_compile_cache_key_does_not_know_the_flag(flag: str | None, tmp_path: Path) -> None:
+    code = """
+import json, vllm.envs as envs
+factors = getattr(envs, "compile_factors", None) or envs.compute_hash
+print("FACTORS " + json.dumps(factors(), sort_keys=True, default=str))
+"""
+    stock = python(code, None)
+    other = python(code, flag, VLLM_OMNI_PATCH_REPORT_DIR=str(tmp_path / "elsewhere"))
+    factors = [re.search(r"^FACTORS (.*)$", done.stdout, re.MULTILINE) for done in (stock, other)]
+    assert factors[0] is not None, stock.stderr
+    assert factors[1] is not None, other.stderr
+    assert factors[0].group(1) == factors[1].group(1)
+    assert "VLLM_OMNI_PATCH" not in factors[1].group(1)
+
+
+def test_with_the_flag_off_vllm_is_byte_for_byte_its_own() -> None:
+    code = """
+import sys, vllm
+from vllm.plugins import load_general_plugins
+import vllm.distributed.ec_transfer.ec_connector.factory as factory
+ours = [m for m in sys.modules if m.startswith("vllm_omni_patch")]
+print("BEFORE", ours, type(vllm.envs.environment_variables).__name__)
+load_general_plugins()
+print("AFTER", [m for m in sys.modules if m.startswith("vllm_omni_patch")])
+"""
+    done = python(code, None)
+    assert "BEFORE [] dict" in done.stdout, done.stderr
+    assert "AFTER ['vllm_omni_patch', 'vllm_omni_patch.startup']" in done.stdout
+    assert "omni" not in done.stderr
+
+
+def test_strict_mode_ends_the_process_with_the_list() -> None:
+    code = "from vllm.engine.arg_utils import EngineArgs; EngineArgs(model='x')"
+    done = python(code, "ec_connector,nope", VLLM_OMNI_PATCH_STRICT="1")
+    assert done.returncode != 0
+    assert "VLLM_OMNI_PATCH_STRICT is set, and 1 of what VLLM_OMNI_PATCH asks for is not applied" in done.stderr
+    assert "no patch is called 'nope'; known: available_memory, ec_connector, model_local_kv" in done.stderr
+
+
+def test_the_plugin_alone_is_enough() -> None:
+    """As a Ray worker meets it: the interpreter starts without the flag, which arrives before plugins are loaded."""
+    code = """
+import os, vllm
+from vllm_omni_patch import startup
+assert startup._finder is None
+os.environ["VLLM_OMNI_PATCH"] = "1"
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+import vllm.v1.worker.gpu_worker
+from vllm_omni_patch import ledger
+print("ROAD", ledger.process()["road"])
+print("STATE", {e.state for e in ledger.entries() if e.target.startswith("vllm.v1.worker.gpu_worker:")})
+"""
+    done = python(code, None)
+    assert "ROAD plugin" in done.stdout, done.stderr
+    assert "STATE {'applied'}" in done.stdout
