@@ -249,7 +249,7 @@ def as_text(data: dict[str, Any]) -> str:
     ):
         value = byte_count((local or {}).get(key))
         source = "no declaration in this process" if local is None else "declarations of the loaded model"
-        state = "unknown" if value is None else "zero" if value == 0 else "measured"
+        state = "unknown" if value is None else "zero" if value == 0 else "declared"
         rows.append((f"model_local_kv {label}", gib(value), f"{state}: {source}"))
     reserved = data.get("reserved_for_model_local_kv") or 0
     if reserved:
