@@ -39,6 +39,7 @@ import torch
 from vllm_omni_patch.patches.ec_connector import store as store_module
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.folder import Folder
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
 
 MIB = 1 << 20
@@ -335,27 +336,30 @@ def part_crowd(folder: str, processes: int, seconds: float) -> bool:
     ]
     for member in members:
         member.start()
-    highest = 0
+    highest = looks = 0
     root = Path(folder, "disk")
+    watched = Folder(str(root), limit)
     while any(member.is_alive() for member in members) and results.qsize() < processes:
-        total = 0
-        for path in list(root.rglob("*.ec")) + list(root.rglob("*.tmp")):
-            with contextlib.suppress(OSError):
-                total += path.stat().st_size
-        highest = max(highest, total)
+        # With the lock held nothing is published, and what is being written has its final size reserved.
+        with contextlib.suppress(OSError), watched.locked():
+            sizes = [int(path.name.split(".")[1]) for path in root.rglob("*.tmp")]
+            for path in root.rglob("*.ec"):
+                with contextlib.suppress(OSError):
+                    sizes.append(path.stat().st_size)
+            highest = max(highest, sum(sizes))
+            looks += 1
         time.sleep(0.05)
     collected = [results.get(timeout=60) for _ in members]
     for member in members:
         member.join(30)
     errors = [line for line, *_ in collected if line]
     wrong = sum(row[1] for row in collected)
-    largest = SHAPES[-1][0] * SHAPES[-1][1] * 2 + 1024
-    held = highest <= limit + processes * largest  # an entry that is renamed while we look is seen twice
+    held = highest <= limit
     left = list(root.rglob("*.tmp"))
     print(
         f"crowd: {processes} processes for {seconds:g} s, {sum(row[3] for row in collected)} stored, "
-        f"{sum(row[2] for row in collected)} loads, {wrong} wrong, {len(errors)} errors, highest {highest / MIB:.1f} "
-        f"of {limit / MIB:.0f} MiB, {len(left)} leftovers"
+        f"{sum(row[2] for row in collected)} loads, {wrong} wrong, {len(errors)} errors, at most "
+        f"{highest / MIB:.2f} of {limit / MIB:.0f} MiB in {looks} looks, {len(left)} leftovers"
     )
     for line in errors:
         print(f"  {line}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 import time
 import weakref
@@ -80,6 +81,7 @@ class ECCacheEngine:
         self._device_type = device_type
         self._disabled = bool(flags.read(DISABLE))
         self._closed = False
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._staging: Staging | None = None
@@ -175,8 +177,11 @@ class ECCacheEngine:
     def close(self, timeout: float | None = None) -> None:
         """Drain (at most ``timeout`` seconds, default ``close_deadline``), end all threads, leave shared memory.
 
-        Idempotent; afterwards lookups are misses and puts are declined.
+        Idempotent; afterwards lookups are misses and puts are declined. In a forked child it does nothing: threads and
+        shared memory are its parent's.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -205,7 +210,7 @@ class ECCacheEngine:
         return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1], shared=not epoch)
 
     def _put(self, mm_hash: str, tensor: torch.Tensor) -> str:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return "closed"
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.numel() == 0:
             return "not a two-dimensional output"
@@ -272,7 +277,7 @@ class ECCacheEngine:
             except BadEntry as error:
                 self._tiers.bad(tier, key, error)
             except OSError as error:
-                _log.debug("cannot read from %s: %s", tier.name, error)
+                self._tiers.unreadable(tier, key, error)
         loaded = self._tiers.load_remote(key, rows)
         if loaded is None:
             return None

@@ -177,21 +177,22 @@ class Folder:
             os.close(handle)
 
     def remove(self, path: str, seen: os.stat_result | None = None) -> bool:
-        """Remove an entry, only if it is still the file ``seen`` where given. True when it is gone."""
+        """Remove an entry, only if it is still the file ``seen`` where given. True when it is gone.
+
+        Does not wait for the lock. Without it the count stays too high until the next scan; taking the bytes off later
+        would count a scan between twice.
+        """
         target = os.path.join(self.root, path)
         try:
-            now = os.lstat(target)
-            if seen is not None and (now.st_dev, now.st_ino) != (seen.st_dev, seen.st_ino):
-                return True
-            os.unlink(target)
-        except FileNotFoundError:
-            return True
+            with self.locked(0.0) as book:
+                gone = self._unlink(target, seen)
+                book.used -= gone if self.limit is not None else 0
+        except Busy:
+            with contextlib.suppress(OSError):
+                self._unlink(target, seen)
         except OSError:
-            return False
-        # A count that stays too high is put right by the next scan, so a reader does not wait for the lock.
-        with contextlib.suppress(OSError), self.locked(0.0) as book:
-            book.used -= now.st_size if self.limit is not None else 0
-        return True
+            pass
+        return not os.path.lexists(target) or self._other(target, seen)
 
     def usage(self, clean: bool = True) -> tuple[int, int]:
         """(bytes, entries) by looking at every file; sets the count right and removes leftovers.
@@ -225,6 +226,25 @@ class Folder:
                     status = file.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
                         yield Published(file.path, status.st_size, status.st_mtime)
+
+    @staticmethod
+    def _unlink(target: str, seen: os.stat_result | None) -> int:
+        """Remove the file if it is ``seen``; returns the bytes that went."""
+        try:
+            now = os.lstat(target)
+            if seen is not None and not os.path.samestat(now, seen):
+                return 0
+            os.unlink(target)
+        except FileNotFoundError:
+            return 0
+        return now.st_size
+
+    @staticmethod
+    def _other(target: str, seen: os.stat_result | None) -> bool:
+        try:
+            return seen is not None and not os.path.samestat(os.lstat(target), seen)
+        except OSError:
+            return True
 
     def _acquire(self, deadline: float) -> int:
         path = os.path.join(self.root, "lock")

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 # Encoder outputs are the same on every tensor-parallel rank, so all ranks share one logical rank
@@ -99,7 +100,7 @@ class Key:
         """File name: hashes and a dtype only, whatever the id holds."""
         return f"{self.chunk_hash:016x}@{KEY_WORLD_SIZE}@{KEY_WORKER_ID}@{self.dtype}.ec"
 
-    @property
+    @cached_property
     def path(self) -> str:
         """``folder/name``."""
         return f"{self.folder}/{self.name}"

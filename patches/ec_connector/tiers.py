@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass, field
 
 from vllm_omni_patch.patches.ec_connector.config import GIB, ECConfig
@@ -16,6 +18,8 @@ from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
 from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
+# Errors that say nothing about the entry.
+_OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 
 @dataclass
@@ -101,6 +105,13 @@ class Tiers:
         self.stats.add("bad_entries")
         _log.warning("Encoder cache: entry %s in %s is unusable (%s) and is removed.", key.path, tier.name, error)
         if not tier.store.remove(key, error.seen):
+            self.runtime.refuse(key.path)
+
+    def unreadable(self, tier: FileTier, key: Key, error: OSError) -> None:
+        """Refuse an entry whose file is there and cannot be read, unless this process is what lacks something."""
+        _log.debug("cannot read %s from %s: %s", key.path, tier.name, error)
+        if error.errno not in _OWN_TROUBLE and os.path.lexists(os.path.join(tier.store.folder.root, key.path)):
+            self.stats.add("bad_entries")
             self.runtime.refuse(key.path)
 
     def discard(self, key: Key) -> None:

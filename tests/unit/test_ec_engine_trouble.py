@@ -362,3 +362,48 @@ def test_readers_survive_a_cleaner(build: Any, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == [] and sum(engine.get(name, "cpu") is not None for name in tensors) == 10
+
+
+def test_a_file_that_cannot_be_read_is_not_offered_again(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, scheduler = build(disk=True), build("scheduler", disk=True)
+    assert worker.put("id", output(4, 4)) and worker.flush(5)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store_module.os, "preadv", broken)
+    assert scheduler.contains("id") and worker.get("id", "cpu") is None
+    monkeypatch.undo()
+    assert not scheduler.contains("id") and worker.get("id", "cpu") is None
+    assert worker.put("id", output(4, 4)) and worker.flush(5)
+    assert scheduler.contains("id") and same(worker.get("id", "cpu"), output(4, 4))
+
+
+def test_running_out_of_files_blames_no_entry(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(disk=True)
+    assert engine.put("id", output(4, 4)) and engine.flush(5)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(store_module.os, "preadv", broken)
+    assert engine.get("id", "cpu") is None
+    monkeypatch.undo()
+    assert same(engine.get("id", "cpu"), output(4, 4))
+
+
+def test_a_forked_child_that_ends_takes_nothing_along(build: Any) -> None:
+    engine = build()
+    assert engine.put("id", output(4, 4)) and engine.flush(5)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            declined = engine.put("x", output(2, 2)) is False
+            engine.close(1.0)
+            code = 0 if declined else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same(engine.get("id", "cpu"), output(4, 4))
+    assert engine.put("y", output(2, 2)) and engine.flush(5)

@@ -321,6 +321,7 @@ def test_a_held_lock_delays_a_store_only_so_long(tmp_path: Path) -> None:
             write(store, "b")
         assert read(store, "a") is not None, "readers take no lock"
         assert store.remove(key("a")), "nor do removals wait"
+    assert store.folder.counted() > on_disk(store), "too high, never too low: bytes are taken off under the lock only"
     assert write(store, "b") == "stored"
 
 
