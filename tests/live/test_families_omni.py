@@ -62,30 +62,39 @@ def test_mimo_calls_hold_what_is_declared(mimo: Any, rows: int) -> None:
         TABLE.add("mimo_audio", f"{name}, {rows} rows", one.declared_peak, storage_bytes(held))
 
 
-@since(0, 16)
-def test_mimo_buckets_hold_what_is_declared(mimo: Any) -> None:
+@pytest.fixture(scope="module")
+def mimo_buckets(mimo: Any) -> tuple[list[Any], dict[str, int]]:
+    """What the collector reads with every bucket captured, and the bytes of one cache per bucket, run here."""
     sizes = omni.module(omni.MIMO).MIMO_CUDAGRAPH_BATCH_SIZES
     held = [omni.mimo_caches(mimo, rows) for rows in sizes]
     omni.mimo_captured(mimo)
-    try:
-        found = declared(mimo, max_num_seqs=1)
-    finally:
-        mimo.local_forward_cg_by_bs.clear()
-        mimo.input_local_transformer_cg_by_bs.clear()
-    for name, caches, mebibytes in (
-        ("local_transformer_graph_pool", [d for d, _ in held], 179.4375),
-        ("input_local_transformer_graph_pool", [e for _, e in held], 24.46875),
+    entries = declared(mimo, max_num_seqs=8).entries
+    mimo.local_forward_cg_by_bs.clear()
+    mimo.input_local_transformer_cg_by_bs.clear()
+    measured = {
+        "local_transformer_graph_pool": storage_bytes(cache_tensors(decode for decode, _ in held)),
+        "input_local_transformer_graph_pool": storage_bytes(cache_tensors(encode for _, encode in held)),
+        # The bucket of 8 rows is what eight sequences make in one eager call.
+        "local_transformer": storage_bytes(cache_tensors([held[sizes.index(8)][0]])),
+    }
+    return entries, measured
+
+
+def test_mimo_buckets_hold_what_is_declared(mimo_buckets: Any) -> None:
+    entries, measured = mimo_buckets
+    for name, mebibytes in (
+        ("local_transformer_graph_pool", 179.4375),
+        ("input_local_transformer_graph_pool", 24.46875),
     ):
-        pool = entry(found, name)
-        measured = storage_bytes(cache_tensors(caches))
+        (pool,) = [e for e in entries if e.name == name]
         assert pool.rows == 261
-        assert measured == pool.declared_peak == mebibytes * MiB
+        assert measured[name] == pool.declared_peak == mebibytes * MiB
         assert pool.residency == "graph_pool"
         if RELEASE < (0, 20):
             assert "a graph pool of its own" in pool.note
         else:
             assert "share one graph pool" in pool.note and "between 128 and 261 rows" in pool.note
-        TABLE.add("mimo_audio", f"{name}, all buckets", pool.declared_peak, measured, "one cache per bucket, run here")
+        TABLE.add("mimo_audio", f"{name}, all buckets", pool.declared_peak, measured[name], "one cache per bucket")
 
 
 def test_mimo_prefill_rows_come_from_the_batched_tokens(mimo: Any) -> None:
@@ -106,16 +115,23 @@ def minicpm() -> Iterator[Any]:
         yield encoder
 
 
+@pytest.fixture(scope="module")
+def minicpm_session(minicpm: Any) -> int:
+    """Bytes of a session's cache after it has heard all 1500 positions."""
+    cache = omni.minicpm_stream(minicpm, 30)
+    assert not cache.cross_attention_cache.layers
+    held = list(cache_tensors([cache.self_attention_cache]))
+    assert view_bytes(held) == storage_bytes(held)
+    return storage_bytes(held)
+
+
 @since(0, 28)
-def test_minicpm_session_holds_what_is_declared(minicpm: Any) -> None:
+def test_minicpm_session_holds_what_is_declared(minicpm: Any, minicpm_session: int) -> None:
     config = omni.duplex_config(session_mode="duplex", duplex_max_sessions=4)
     session = entry(declared(minicpm, config, 64), "whisper_encoder_self_attn")
-    cache = omni.minicpm_stream(minicpm, 30)
-    held = list(cache_tensors([cache.self_attention_cache]))
-    assert not cache.cross_attention_cache.layers
-    assert view_bytes(held) == storage_bytes(held) == session.bytes_per_row == session.storage_per_row == 140.625 * MiB
+    assert minicpm_session == session.bytes_per_row == session.storage_per_row == 140.625 * MiB
     assert (session.rows, session.declared_peak) == (4, 562.5 * MiB)
-    TABLE.add("minicpm_o", "one duplex session, 1500 positions", session.bytes_per_row, storage_bytes(held))
+    TABLE.add("minicpm_o", "one duplex session, 1500 positions", session.bytes_per_row, minicpm_session)
 
 
 @since(0, 28)
@@ -157,17 +173,21 @@ def ming() -> Iterator[Any]:
         yield omni.ming_generator()
 
 
-def test_ming_static_cache_holds_what_is_declared(ming: Any) -> None:
-    found = declared(ming, max_num_seqs=64)
-    one = entry(found, "talker_llm_static_cache")
-    assert (one.rows, one.declared_peak, one.storage_peak) == (1, 24 * MiB, 24 * MiB)
+def _ming_bytes(ming: Any) -> int:
+    """Bytes of the static cache after the prefill's first write."""
     cache, _ = ming._init_kv_cache(True, torch.device("cpu"), torch.bfloat16)
     assert storage_bytes(cache_tensors([cache])) == 0
     with torch.no_grad():
         ming._model(inputs_embeds=torch.zeros(1, 5, 896, dtype=torch.bfloat16), past_key_values=cache, use_cache=True)
-    held = list(cache_tensors([cache]))
-    assert storage_bytes(held) == view_bytes(held) == one.declared_peak
-    TABLE.add("ming_talker", "static cache after the prefill", one.declared_peak, storage_bytes(held))
+    return storage_bytes(cache_tensors([cache]))
+
+
+def test_ming_static_cache_holds_what_is_declared(ming: Any) -> None:
+    one = entry(declared(ming, max_num_seqs=64), "talker_llm_static_cache")
+    measured = _ming_bytes(ming)
+    assert (one.rows, one.declared_peak, one.storage_peak) == (1, 24 * MiB, 24 * MiB)
+    assert measured == one.declared_peak
+    TABLE.add("ming_talker", "static cache after the prefill", one.declared_peak, measured)
 
 
 def test_ming_talker_answers_for_its_generator(ming: Any) -> None:
@@ -187,23 +207,16 @@ def test_ming_talker_answers_for_its_generator(ming: Any) -> None:
 
 
 @since(0, 28)
-def test_four_families_add_up(mimo: Any, minicpm: Any, ming: Any) -> None:
+def test_four_families_add_up(mimo_buckets: Any, minicpm: Any, minicpm_session: int, ming: Any) -> None:
     """261 fixed and 8 per-sequence rows of 704 KiB, one session, one talker: 349.5625 MiB."""
-    omni.mimo_captured(mimo)
-    try:
-        found = [*declared(mimo, max_num_seqs=8).entries]
-    finally:
-        mimo.local_forward_cg_by_bs.clear()
-        mimo.input_local_transformer_cg_by_bs.clear()
+    entries, measured = mimo_buckets
+    found = [e for e in entries if not e.name.startswith("input_")]
     found += declared(minicpm, omni.duplex_config(session_mode="duplex", duplex_max_sessions=1), 8).entries
     found += declared(ming, max_num_seqs=8).entries
-    peaks = {e.name: e.declared_peak for e in found if not e.name.startswith("input_")}
-    assert peaks == {
-        "local_transformer": 5.5 * MiB,
-        "local_transformer_graph_pool": 179.4375 * MiB,
-        "whisper_encoder_self_attn": 140.625 * MiB,
-        "talker_llm_static_cache": 24 * MiB,
-    }
-    assert sum(peaks.values()) == 349.5625 * MiB
+    peaks = {e.name: e.declared_peak for e in found}
+    held = {name: size for name, size in measured.items() if not name.startswith("input_")}
+    held |= {"whisper_encoder_self_attn": minicpm_session, "talker_llm_static_cache": _ming_bytes(ming)}
+    assert peaks == held
+    assert sum(held.values()) == 349.5625 * MiB
     assert all(e.rows_reason for e in found if e.row_driver == "fixed")
-    TABLE.add("all four", "8 sequences, one session", sum(peaks.values()), int(349.5625 * MiB), "sum of measured rows")
+    TABLE.add("all four", "8 sequences and one session", sum(peaks.values()), sum(held.values()))
