@@ -119,6 +119,8 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
         era = "consumed since start" if profile.total_consumed is not None else "weights + non-torch growth"
         made.formula = f"requested - ({era} + activation peak) - graph estimate where applied"
     made.counts_own_process = watch.terms is not None and watch.terms.exact
+    if watch.terms is not None and not watch.terms.exact:
+        made.policy += ", own memory unknown"
     made.notes += watch.notes
     _gpu_notes(made, worker, watch)
 

@@ -141,12 +141,17 @@ def test_stock_still_refuses_when_a_neighbour_frees_memory(card_of: Callable[...
         worker.determine_available_memory()
 
 
-def test_the_hook_goes_away_without_trace(installed: None, request: pytest.FixtureRequest) -> None:
-    from vllm.v1.worker import gpu_worker
+def test_the_hook_goes_away_without_trace() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
 
-    before = gpu_worker.memory_profiling
-    assert gpu_worker.memory_profiling is before
-    assert hasattr(gpu_worker.Worker.determine_available_memory, "__wrapped__")
+    names = ("determine_available_memory", "init_device", "initialize_from_config")
+    before = [vars(Worker)[name] for name in names]
+    targets = [target for target in PATCH.targets if target.module == WORKER]
+    done = [install(PATCH, target, sys.modules[WORKER], lambda: None) for target in targets]
+    # By identity: a wrapper says that it equals what it wraps.
+    assert all(vars(Worker)[name] is not old for name, old in zip(names, before, strict=True))
+    assert [remove(entry) for entry in reversed(done)] == ["", "", ""]
+    assert all(vars(Worker)[name] is old for name, old in zip(names, before, strict=True))
 
 
 # The process budget
@@ -220,6 +225,7 @@ def test_s5_a_slice_without_values(
     found = inputs(written(tmp_path))
     assert found["device_total"]["value"] == 16_000_000_000
     assert found["own_process"]["state"] == "unknown" and "MIG-0000" in found["own_process"]["source"]
+    assert written(tmp_path)["policy"] == "process, own memory unknown"
 
 
 B4 = {
