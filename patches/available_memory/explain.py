@@ -190,7 +190,7 @@ def _cpu(made: BudgetReport, worker: Any, stock: int, explicit: bool) -> None:
 
 
 def _container(made: BudgetReport, available: int | None, where: str) -> None:
-    """What the container leaves, which the memory node's figures do not know of (public report B23)."""
+    """What the container leaves, which the memory node's figures do not know of (vllm pull 45086)."""
     host = _try(host_memory)
     limits = [] if host is None else [each for each in host.bounds if each.limit and each.available is not None]
     if limits:

@@ -92,9 +92,9 @@ def trust(
 ) -> Reading:
     """``reading`` when it can be this process's, else an unknown reading with the reason. All sizes in bytes.
 
-    Catches a PID number that is also a stranger's on the host (public report B7): the value must not be below what
+    Catches a PID number that is also a stranger's on the host (vllm-omni pull 1274): the value must not be below what
     torch reserved here, nor above it by more than non-torch memory can explain, and it must have grown with it.
-    A ``torch_reserved`` that no device could hold is a pluggable allocator's (report B17) and is not compared with.
+    A ``torch_reserved`` that no device could hold comes from a pluggable allocator (vllm issue 40256): not compared.
     """
     if reading.bytes is None:
         return reading
@@ -160,7 +160,7 @@ def terms(reading: Reading, profile: Profile) -> Terms:
 
 
 def budget(requested: float, non_kv: int, graph_estimate: int = 0, host_limit: int | None = None) -> int:
-    """KV bytes: ``requested`` less ``non_kv`` and a graph estimate that is taken as 0 when negative (report B13).
+    """KV bytes: ``requested`` less ``non_kv`` and a graph estimate that is taken as 0 when negative (vllm pull 46932).
 
     ``requested`` is a float through vLLM 0.13. The result is an int with ``0 <= result <= requested``; ``host_limit``
     is a further upper bound on unified memory.

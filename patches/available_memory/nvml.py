@@ -2,8 +2,9 @@
 """How many bytes of device memory this process holds, from NVML's process table.
 
 Three states: measured, zero, unknown. A lookup that misses is *unknown*: reading it as 0 bytes is how a KV budget
-comes to claim a whole card (public reports B4 and B5). Only the row with this process's own PID is ever used, and the
-device-level memory query is never made, because unified-memory parts and MIG slices answer it wrongly or not at all.
+comes to claim a whole card (vllm-omni issue 6243, sglang-omni issue 1685). Only the row with this process's own PID is
+ever used, and the device-level memory query is never made, because unified-memory parts and MIG slices answer it wrongly
+or not at all.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Hook on vLLM-Omni's GPU worker, which sizes KV itself.
 
 vLLM-Omni 0.16 to 0.28 (``vllm_omni/worker/base.py``) subtract what NVML lists for this process: a process that is not
-listed counts as 0 bytes (public report B4), and the transient activation peak is not subtracted at all. 0.30 went
+listed counts as 0 bytes (vllm-omni issue 6243), and the transient activation peak is not subtracted at all. 0.30 went
 back to the three profiling terms and reads no NVML. What a release does is told from its module, not from its number.
 
 With ``VLLM_OMNI_PATCH_GPU_BUDGET=process`` both take the road of vLLM's worker: the corrected profile, for which the

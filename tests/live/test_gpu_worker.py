@@ -180,7 +180,7 @@ def test_process_budget(card_of: Callable[..., Card], process: None, tmp_path: P
 
 
 @pytest.mark.parametrize("freed", [7.23, 17.6])
-def test_s3_a_neighbour_frees_memory(card_of: Callable[..., Card], process: None, lines: Lines, freed: float) -> None:
+def test_a_neighbour_frees_memory(card_of: Callable[..., Card], process: None, lines: Lines, freed: float) -> None:
     """Free 82.94 before; 90.17 after, or nearly equal. Requested 56.15, weights 15, peak 2, other 0.6: 38.55 GiB."""
     card = card_of(200, 0.1)
     card.set_neighbour(STRANGER, gib(200 - 0.1 - 82.94))
@@ -191,7 +191,7 @@ def test_s3_a_neighbour_frees_memory(card_of: Callable[..., Card], process: None
     assert any("another process released memory" in text for text in lines.warnings())
 
 
-def test_s3_own_memory_unknown(card_of: Callable[..., Card], process: None, lines: Lines) -> None:
+def test_own_memory_unknown(card_of: Callable[..., Card], process: None, lines: Lines) -> None:
     """A process-local estimate, weights and peak: at most 39.15; one line says why; no abort."""
     card = card_of(200, 0.1)
     card.listed = False
@@ -205,14 +205,14 @@ def test_s3_own_memory_unknown(card_of: Callable[..., Card], process: None, line
     assert len(reasons) == 1
 
 
-def test_s4_second_instance_on_a_busy_card(card_of: Callable[..., Card], process: None) -> None:
+def test_second_instance_on_a_busy_card(card_of: Callable[..., Card], process: None) -> None:
     card = card_of(60.96, 0.1)
     card.set_neighbour(STRANGER, gib(24.4))
     worker = make_worker(card, utilization=0.4, weights=gib(2.2), peak=gib(0.6))
     assert worker.determine_available_memory() / GIB == pytest.approx(21.48, abs=0.01)
 
 
-def test_s5_a_slice_without_values(
+def test_a_slice_without_values(
     nvml_library: NvmlLibrary, monkeypatch: pytest.MonkeyPatch, process: None, tmp_path: Path
 ) -> None:
     """Decimal GB as in the report: total 16, utilisation 0.9, weights 6, peak 1: 7.4 for KV."""
@@ -228,7 +228,7 @@ def test_s5_a_slice_without_values(
     assert written(tmp_path)["policy"] == "process, own memory unknown"
 
 
-B4 = {
+ROWS = {
     "listed": (True, None),
     "absent": (False, None),
     "without a value": (True, ALL_ONES),
@@ -238,11 +238,11 @@ B4 = {
 }
 
 
-@pytest.mark.parametrize("how", B4)
+@pytest.mark.parametrize("how", ROWS)
 def test_a_miss_is_never_zero_bytes(card_of: Callable[..., Card], process: None, lines: Lines, how: str) -> None:
-    """B4: requested 30, weights 10, peak 2, other 1; 17 GiB however the lookup ends, and one reason where it missed."""
+    """vllm-omni issue 6243: 30 requested, weights 10, peak 2, other 1: 17 GiB however the lookup ends."""
     card = card_of(48)
-    card.listed, card.row = B4[how]
+    card.listed, card.row = ROWS[how]
     card.set_neighbour(STRANGER, gib(11))
     worker = make_worker(card, requested=gib(30), weights=gib(10), peak=gib(2), outside=gib(1))
     assert worker.determine_available_memory() == gib(17)
@@ -258,7 +258,7 @@ def test_nvml_that_fails_is_a_miss(card_of: Callable[..., Card], process: None) 
 
 @pytest.mark.parametrize("held", [40.0, 3.0, 13.5])
 def test_a_stranger_with_our_pid_number(card_of: Callable[..., Card], process: None, lines: Lines, held: float) -> None:
-    """B7: the host has another process of our number. Far above or below what torch holds, or near and never moving."""
+    """The host has another process of our number. Far above or below what torch holds, or near and never moving."""
     card = card_of(140, 0.5)
     card.row = gib(held)
     worker = make_worker(card, requested=gib(30), weights=gib(10), peak=gib(2), outside=gib(1))
@@ -269,7 +269,7 @@ def test_a_stranger_with_our_pid_number(card_of: Callable[..., Card], process: N
 
 
 @pytest.mark.parametrize("neighbour", [0, 60])
-def test_b5_the_fallback_does_not_depend_on_a_neighbour(
+def test_the_fallback_does_not_depend_on_a_neighbour(
     card_of: Callable[..., Card], process: None, neighbour: float
 ) -> None:
     card = card_of(192)
@@ -279,14 +279,14 @@ def test_b5_the_fallback_does_not_depend_on_a_neighbour(
     assert worker.determine_available_memory() / GIB == pytest.approx(120 - 59.16 - 2, abs=1e-6)
 
 
-def test_b16_a_neighbour_wakes_inside_the_window(card_of: Callable[..., Card], process: None) -> None:
+def test_a_neighbour_wakes_inside_the_window(card_of: Callable[..., Card], process: None) -> None:
     card = card_of(142, 0.1)
     worker = make_worker(card, requested=gib(65.32), weights=gib(0.93), peak=gib(0.34), outside=gib(0.04))
     card.on_read = lambda: card.set_neighbour(STRANGER, gib(32.26))
     assert worker.determine_available_memory() / GIB == pytest.approx(63.91, abs=0.001)
 
 
-def test_b13_a_negative_graph_estimate(card_of: Callable[..., Card], process: None, lines: Lines) -> None:
+def test_a_negative_graph_estimate(card_of: Callable[..., Card], process: None, lines: Lines) -> None:
     card = card_of(180)
     worker = make_worker(card, requested=gib(96), weights=gib(48), peak=gib(2), graphs=0)
     worker.model_runner.graph_shift = -gib(35.69)
@@ -328,7 +328,7 @@ def test_a_neighbour_that_grows_while_graphs_are_estimated(card_of: Callable[...
 
 
 INSTANCES = {
-    # B2: two instances on a card of 31.36; own bytes, of which the rest is weights, and what starting alone gives.
+    # The two instances of vllm issue 55827, on a card of 31.36 GiB.
     "A": {"utilization": 0.35, "weights": gib(5), "peak": gib(0.5), "outside": gib(0.26), "graphs": gib(0.2)},
     "B": {"utilization": 0.20, "weights": gib(2.5), "peak": gib(0.3), "outside": gib(0.15), "graphs": gib(0.1)},
 }
@@ -478,7 +478,7 @@ def test_a_start_up_plan_belongs_to_its_policy(
 def test_unified_memory_is_bounded_by_the_host(
     card_of: Callable[..., Card], process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B11: own 50 and peak 20 of 119; the host has 45 left, so KV gets what that leaves beside the peak."""
+    """vllm issue 46307: own 50 and peak 2 of 119; the host has 20 left, so KV gets what that leaves beside the peak."""
     card = card_of(119)
     card.integrated = True
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib(100), total=gib(119)))
@@ -510,7 +510,7 @@ def init_device(monkeypatch: pytest.MonkeyPatch, card: Card, utilization: float)
     return worker
 
 
-def test_s4_refusal_names_the_neighbours(
+def test_refusal_names_the_neighbours(
     card_of: Callable[..., Card], process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = card_of(60.96)
@@ -522,7 +522,7 @@ def test_s4_refusal_names_the_neighbours(
         assert part in str(refused.value)
 
 
-def test_s6_refusal_mentions_unified_memory(
+def test_refusal_mentions_unified_memory(
     card_of: Callable[..., Card], process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = card_of(119.56)

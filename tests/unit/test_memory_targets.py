@@ -187,7 +187,7 @@ def test_cpu_with_a_size_given(emitted: list[report.BudgetReport]) -> None:
 
 
 def test_cpu_in_a_container(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
-    """B23: the number stays vLLM's, and the report says that the container leaves less than it."""
+    """vllm pull 45086: the number stays vLLM's, and the report says that the container leaves less than it."""
     bounds = [
         Bound("MemAvailable of /proc/meminfo", None, None, 600 * GIB, "measured"),
         Bound("memory.max of /sys/fs/cgroup/pod", 15 * GIB, 10 * GIB, 5 * GIB, "measured"),

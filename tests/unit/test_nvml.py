@@ -97,7 +97,7 @@ def test_values_that_are_no_size(value: object) -> None:
 
 
 def test_unified_memory_growth_without_the_device_query(nvml_library: NvmlLibrary) -> None:
-    """S6: the device query is not supported, the process list works; growth is exactly 512 MiB."""
+    """On unified memory the device query is not supported, the process list works; growth is exactly 512 MiB."""
     nvml_library.write(row(OWN, 741_326_848), devices=1)
     before = read_own(FIRST, pid=OWN).bytes
     nvml_library.write(row(OWN, 1_278_197_760), devices=1)
@@ -197,7 +197,7 @@ def test_one_device_needs_no_order(nvml_library: NvmlLibrary) -> None:
 
 
 def test_cuda_order_is_not_nvml_order(nvml_library: NvmlLibrary) -> None:
-    """B18: torch's device 0 is NVML's device 1, where this process holds 10 GiB."""
+    """ollama issue 7429: torch's device 0 is NVML's device 1, where this process holds 10 GiB."""
     nvml_library.write(row(OWN, 10 * GIB, device=1))
     assert read_own(DeviceIdentity(0, uuid=UUIDS[1].removeprefix("GPU-")), pid=OWN).bytes == 10 * GIB
 
@@ -222,7 +222,7 @@ def test_a_slice_is_read_by_its_own_name(nvml_library: NvmlLibrary, identity: De
 @pytest.mark.parametrize(
     ("identity", "lines"),
     [
-        # S5: the parent lists us, or refuses; the slice has no row or no value. The parent's figure is never used.
+        # The parent lists us, or refuses; the slice has no row or no value. The parent's figure is never used.
         (DeviceIdentity(0, visible=SLICE), (*MIG, row(OWN, 100 * GIB))),
         (DeviceIdentity(0, visible=SLICE), (*MIG, row(OWN, 100 * GIB), f"process {SLICE} {OWN} {ALL_ONES}")),
         (DeviceIdentity(0, visible=SLICE), (*MIG, f"rc nvmlDeviceGetComputeRunningProcesses {NO_PERMISSION}")),
