@@ -156,10 +156,10 @@ def test_names_are_never_guessed(house: House, value: str, known: list[str], unk
 # -- other tools in the import system
 
 GREEDY = """
+from importlib.machinery import PathFinder
 class Greedy:
     # Answers for vllm by itself, as some tracers do.
     def find_spec(self, name, path=None, target=None):
-        from importlib.machinery import PathFinder
         return PathFinder.find_spec(name, path, target) if name.partition(".")[0] == "vllm" else None
 """
 
