@@ -121,11 +121,11 @@ def test_a_hung_server_costs_one_deadline_then_nothing(server: Server, caplog: p
     with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
         began = time.monotonic()
         assert not tier.contains(key(), None)
-        assert 0.05 < time.monotonic() - began < 2.0
+        assert 0.05 < time.monotonic() - began < 10
         began = time.monotonic()
         for _ in range(1000):
             assert not tier.contains(key(), None) and tier.load(key(), None) is None
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10
     assert len([record for record in caplog.records if "stop" in record.message]) == 1
     assert server.calls == 1
     until(lambda: server.drops == 1)
@@ -177,7 +177,7 @@ def test_close_leaves_no_thread_even_when_the_server_hangs(server: Server) -> No
     tier.contains(key(), None)
     began = time.monotonic()
     tier.close(0.5)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20
     server.gate.set()
     until(lambda: not [t for t in threading.enumerate() if t.name.startswith("ec-remote")])
     assert not tier.contains(key(), None) and tier.load(key(), None) is None
