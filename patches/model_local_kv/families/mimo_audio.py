@@ -112,16 +112,16 @@ def _input_local(model: Any) -> list[ModelLocalKVSpec]:
         rows = {
             "rows": RowDriver.FIXED,
             "rows_fixed": int(groups),
-            "rows_reason": f"prefill has one row per audio group: at most max_num_batched_tokens={int(groups)}",
+            "rows_reason": f"one per position of an encoded prompt: at most max_num_batched_tokens={int(groups)}",
         }
-        note = "built by transformers because use_cache defaults to on; gone when the call returns"
+        note = "built by transformers because use_cache defaults to on; profiling encodes a short clip only"
     specs = [
         spec_from_hf_config(
             model.input_local_config,
             name="input_local_transformer",
             scope=ModelLocalKVScope.INVOCATION,
             allocation_note=note,
-            residency=Residency.UNKNOWN,
+            residency=Residency.LATER,
             longest_update=model.group_size,
             **rows,
             **common,
