@@ -3,8 +3,8 @@
 
 Three states: measured, zero, unknown. A lookup that misses is *unknown*: reading it as 0 bytes is how a KV budget
 comes to claim a whole card (vllm-omni issue 6243, sglang-omni issue 1685). Only the row with this process's own PID is
-ever used, and the device-level memory query is never made, because unified-memory parts and MIG slices answer it wrongly
-or not at all.
+ever used. The device-level memory query is never made: unified-memory parts and MIG slices answer it wrongly or not at
+all.
 """
 
 from __future__ import annotations
