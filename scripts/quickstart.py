@@ -49,7 +49,8 @@ def run(folder: Path) -> None:
     Raises:
         SystemExit: the patched server answered differently, or the second one did not hit.
     """
-    model = tiny_model.make(str(folder / "model"), vision_layers=8, vision_width=256)
+    # A vision tower large enough for the cost of encoding to be seen: 577 patches through 12 layers.
+    model = tiny_model.make(str(folder / "model"), vision_layers=12, vision_width=256, image_size=336)
     reports, cache = folder / "reports", folder / "cache"
     settings = {"VLLM_OMNI_PATCH_REPORT_DIR": str(reports), "LMCACHE_EC_LOCAL_DISK": str(cache)}
     command = f"vllm serve MODEL --ec-transfer-config '{json.dumps(EC)}'"
@@ -80,7 +81,7 @@ def run(folder: Path) -> None:
     print(f"\nencoder-cache hits after the restart: {hits:g}")
     print(f"request times: stock {stock.seconds * 1000:.0f} ms, hit after restart {again.seconds * 1000:.0f} ms")
     if not (stock.same(first, 1e-5) and stock.same(again, 1e-5)):
-        sys.exit(f"the answers differ: stock {stock.tokens}, first {first.tokens}, after the restart {again.tokens}")
+        sys.exit(f"the answers differ: stock {stock}, first {first}, after the restart {again}")
     if hits < 1:
         sys.exit("the restarted server did not find the stored entry")
 
@@ -109,7 +110,7 @@ def refusal(model: str, folder: Path) -> str:
 def status(reports: Path) -> None:
     """The status table of the running engine."""
     program = Path(sys.executable).parent / "vllm-omni-patch"
-    subprocess.run([str(program), "status", "--report-dir", str(reports)], check=False)
+    subprocess.run([str(program), "status", "--brief", "--report-dir", str(reports)], check=False)
 
 
 def metric(text: str, name: str) -> float:
@@ -120,7 +121,8 @@ def metric(text: str, name: str) -> float:
 def show(what: str, answer: engine_process.Answer) -> None:
     if not answer.ok:
         sys.exit(f"{what} failed with HTTP {answer.status}: {answer.error[:500]}")
-    print(f"    {what}: {answer.seconds * 1000:.0f} ms, tokens {answer.tokens}")
+    logprobs = ", ".join(f"{value:.4f}" for value in answer.logprobs)
+    print(f"    {what}: {answer.seconds * 1000:.0f} ms; logprobs of the answer: {logprobs}")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ def status(
         Path | None,
         typer.Option(help="Folder with the ledgers of a running engine. Default: VLLM_OMNI_PATCH_REPORT_DIR."),
     ] = None,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="One row for each patch; targets are counted, and named where not applied.")
+    ] = False,
 ) -> None:
     """Show what this environment would do and, from the ledgers, what every process of an engine did.
 
@@ -81,7 +84,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        status_text.show(found)
+        status_text.show(found, brief=brief)
     raise typer.Exit(1 if found["problems"] or found["mismatches"] else 0)
 
 

@@ -13,16 +13,16 @@ COLOURS = {"applied": "green", "native": "cyan", "pending": "dim", "skipped": "y
 WIDE = 160  # where the output goes to a file or a pipe, which has no width
 
 
-def show(found: dict[str, Any], console: Console | None = None) -> None:
-    """Print the account."""
+def show(found: dict[str, Any], console: Console | None = None, brief: bool = False) -> None:
+    """Print the account; ``brief``: one row for each patch."""
     out = console or Console(soft_wrap=False)
     if not out.is_terminal and console is None:
         out = Console(width=WIDE)
     _environment(out, found)
     if found["processes"]:
-        _processes(out, found["processes"])
+        (_processes_in_brief if brief else _processes)(out, found["processes"])
     else:
-        _would_be(out, found["targets"])
+        (_would_be_in_brief if brief else _would_be)(out, found["targets"])
     for title, style, lines in (
         ("differences between processes", "bold red", found["mismatches"]),
         ("problems", "bold red", found["problems"]),
@@ -112,6 +112,49 @@ def _processes(out: Console, processes: list[dict[str, Any]]) -> None:
             table.add_row(*head, "", "", f"[dim]{waiting} not imported here[/]", "")
         table.add_section()
     out.print(table)
+
+
+def _would_be_in_brief(out: Console, rows: list[dict[str, Any]]) -> None:
+    here = [{**row, "state": row["would_be"]} for row in rows if row["release"] is not None or not row["distribution"]]
+    table = Table(title="what this environment would do", title_justify="left")
+    for column in ("patch", "asked for", "targets", "notes"):
+        table.add_column(column, overflow="fold")
+    for patch in dict.fromkeys(row["patch"] for row in here):
+        mine = [row for row in here if row["patch"] == patch]
+        table.add_row(patch, "yes" if mine[0]["asked"] else "no", *_counts(mine))
+    out.print(table)
+
+
+def _processes_in_brief(out: Console, processes: list[dict[str, Any]]) -> None:
+    table = Table(title="what each process did", title_justify="left")
+    for column in ("process", "vLLM", "patch", "targets", "notes"):
+        table.add_column(column, overflow="fold")
+    for one in processes:
+        alive = {True: "", False: " (ended)", None: f" on {one['host']}"}[one["alive"]]
+        head = [f"{one['role']} {one['pid']}{alive}", one["process"].get("vllm_version", "?")]
+        for patch in dict.fromkeys(entry["patch"] for entry in one["entries"]):
+            mine = [entry for entry in one["entries"] if entry["patch"] == patch]
+            table.add_row(*head, patch, *_counts(mine))
+            head = ["", ""]
+        table.add_section()
+    out.print(table)
+
+
+def _counts(entries: list[dict[str, Any]]) -> tuple[str, str]:
+    """``"5 applied, 2 not imported here"``, and what is to be said of single targets."""
+    words = {"pending": "not imported here"}
+    parts, notes = [], []
+    for state, colour in COLOURS.items():
+        mine = [entry for entry in entries if entry["state"] == state]
+        # Another runner, another release: a target that a patch can do without is not worth a line.
+        plain = [e for e in mine if not (state == "skipped" and e.get("optional") and e.get("verdict") == "absent")]
+        if plain:
+            parts.append(f"[{colour}]{len(plain)} {words.get(state, state)}[/]")
+        if len(plain) < len(mine):
+            parts.append(f"[dim]{len(mine) - len(plain)} not in this release[/]")
+        if state in ("skipped", "failed"):
+            notes += [escape(f"{entry['target'].partition(':')[2]}: {entry['reason']}") for entry in plain]
+    return ", ".join(parts), "; ".join(notes)
 
 
 def _state(entry: dict[str, Any]) -> str:

@@ -273,3 +273,16 @@ def test_what_a_process_never_imported_and_another_run_are_no_difference() -> No
 def test_a_release_is_read_from_text(tmp_path: Path, text: str, release: str | None) -> None:
     (tmp_path / "_version.py").write_text(text)
     assert installed.text_release(str(tmp_path)) == release
+
+
+# -- in brief
+
+
+def test_brief_counts_targets_and_names_those_that_are_not_applied(house: House) -> None:
+    house.run("import vllm.worker", ENGINE, "show(1)", VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
+    done = command(house, "status", "--brief", "--report-dir", str(house.reports))
+    rows = [line for line in done.stdout.splitlines() if "probe" in line and "│" in line]
+    assert len(rows) == 1
+    assert "1 applied" in rows[0]
+    assert "not imported here" in rows[0]
+    assert "Worker.load" not in rows[0]
