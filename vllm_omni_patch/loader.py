@@ -26,6 +26,7 @@ from vllm_omni_patch.patch import Patch, Target
 
 if TYPE_CHECKING:
     from vllm_omni_patch.apply import Installed
+    from vllm_omni_patch.matrix import Decision
 
 # What is needed only once a target's module is there (apply, layers, matrix, wrapt) is imported then: most processes
 # that import vLLM never come to it.
@@ -103,7 +104,7 @@ class Loader:
         self.watch.add("vllm", _note_version)
         self.watch.add("vllm.envs", lambda module: known_flags.tell(module, discover.all_flags(self.found)))
         self.watch.add("vllm.logger", _notice_logging)
-        self.watch.add("vllm.v1.metrics.prometheus", metrics.serve_with)
+        self.watch.add("vllm.v1.metrics.prometheus", _notice_metrics)
         self.watch.add("vllm.plugins", _notice_plugin_loading)
 
     def _hook_failed(self, module: str, error: Exception) -> None:
@@ -128,21 +129,21 @@ class Loader:
 
     def _hook(self, patch: Patch, target: Target, module: ModuleType) -> bool:
         """Judge and install one target; returns whether it is applied now."""
-        from vllm_omni_patch import apply
+        from vllm_omni_patch import apply, matrix
 
         try:
             if self._stands(patch, target, module):
                 return True
             release = self._release(target)
-            entry = self._judge(patch, target, module, release)
-            if entry is not None:
-                ledger.record(entry)
-                return False
-            self._install(patch, target, module, release)
-            return True
+            decision = matrix.decide(patch, target, release, module)
+            if decision.apply:
+                self._install(patch, target, module, release, decision)
+            else:
+                self._stand_aside(patch, target, release, decision)
+            return decision.apply
         except apply.Refused as refusal:
             self._record(patch, target, "skipped", str(refusal), warn=True)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             self._record(patch, target, "failed", reason, traceback.format_exc())
             self._say(logging.ERROR, f"{patch.name}: {target.name} failed, vLLM's own code stays: {reason}")
@@ -163,37 +164,27 @@ class Loader:
             return False
         return value is done.current() if not done.is_wrapper else layers.depth(value, patch.name) > 0
 
-    def _judge(self, patch: Patch, target: Target, module: ModuleType, release: str | None) -> Entry | None:
-        """``None`` when the target may be hooked, else the entry that says why not."""
-        from vllm_omni_patch import matrix
-
-        decision = matrix.decide(patch, target, release, module)
-        if decision.apply:
-            if decision.level == "warning" or decision.like is not None:
-                self._say(LEVELS[decision.level], f"{patch.name}: {target.name}: {decision.reason}")
-            return None
-        level = LEVELS[decision.level]
+    def _stand_aside(self, patch: Patch, target: Target, release: str | None, decision: Decision) -> None:
         quiet = decision.verdict == "absent" and target.optional
-        self._say(logging.DEBUG if quiet else level, f"{patch.name}: {target.name} is not hooked. {decision.reason}")
+        level = logging.DEBUG if quiet else LEVELS[decision.level]
+        self._say(level, f"{patch.name}: {target.name} is not hooked. {decision.reason}")
         state: State = "native" if decision.verdict == "native" else "skipped"
-        return self._entry(patch, target, state, decision.reason, verdict=decision.verdict, release=release or "")
+        found = self._entry(patch, target, state, decision.reason, verdict=decision.verdict, release=release or "")
+        ledger.record(found)
 
-    def _install(self, patch: Patch, target: Target, module: ModuleType, release: str | None) -> None:
+    def _install(
+        self, patch: Patch, target: Target, module: ModuleType, release: str | None, decision: Decision
+    ) -> None:
         from vllm_omni_patch import apply, layers
 
         done = apply.install(patch, target, module, on_first_call=partial(self._first_call, target))
         self.applied[(patch.name, target.name)] = done
-        home = target.module.partition(".")[0]
-        ledger.record(
-            self._entry(
-                patch,
-                target,
-                "applied",
-                verdict="applies",
-                release=release or "",
-                foreign=layers.foreign(done.hook.original, home),
-            )
-        )
+        entry = self._entry(patch, target, "applied", verdict=decision.verdict, release=release or "")
+        entry.foreign = layers.foreign(done.hook.original, target.module.partition(".")[0])
+        if decision.level == "warning" or decision.like is not None:
+            entry.reason = decision.reason
+            self._say(LEVELS[decision.level], f"{patch.name}: {target.name}: {decision.reason}")
+        ledger.record(entry)
 
     def _release(self, target: Target) -> str | None:
         return installed.live_release(installed.package_of(target.distribution, target.module))
@@ -354,13 +345,23 @@ def engine_starts(road: str) -> None:
     if flags.read(flags.STRICT):
         from vllm_omni_patch import strict
 
-        strict.check(_loader.patches)
+        try:
+            strict.check(_loader.patches)
+        except Exception:
+            _engine_pid = 0  # a second attempt in this process is stopped as well
+            raise
 
 
 def _notice_logging(module: ModuleType) -> None:
     """Let our held lines out as soon as vLLM has set up its log."""
     ledger.release_lines()
     _call_after(module, "configure_logging", ledger.release_lines)
+
+
+def _notice_metrics(module: ModuleType) -> None:
+    from vllm_omni_patch import exposition
+
+    exposition.serve_with(module)
 
 
 def _note_version(module: ModuleType) -> None:

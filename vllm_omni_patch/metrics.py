@@ -15,12 +15,9 @@ import logging
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import threading
 import time
-from functools import wraps
-from types import ModuleType
 from typing import Any, Literal
 
 from vllm_omni_patch import flags, installed, ledger
@@ -180,40 +177,11 @@ def is_alive(one: dict[str, Any]) -> bool:
     return True
 
 
-# -- where they are served
-
-
-def serve_with(module: ModuleType) -> None:
-    """Put our collector on each registry that ``vllm.v1.metrics.prometheus`` hands out."""
-    name = "get_prometheus_registry"
-    stock = vars(module).get(name)
-    if stock is None:
-        return
-
-    @wraps(stock)
-    def with_ours(*args: Any, **kwargs: Any) -> Any:
-        registry = stock(*args, **kwargs)
-        _serve_from(registry)
-        return registry
-
-    setattr(module, name, with_ours)
-    home = module.__name__.partition(".")[0]
-    holders = [one for key, one in list(sys.modules.items()) if key.partition(".")[0] == home and one is not module]
-    if any(vars(one).get(name) is stock for one in holders) and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        # We are late: somebody holds the bare function. Without multiprocess mode it gives out this one registry.
-        _serve_from(vars(module).get("REGISTRY"))
-
-
-def _serve_from(registry: Any) -> None:
+def serving() -> None:
+    """Note that this process shows the numbers: the run folder lives as long as it does."""
     global _serves
-    try:
-        from vllm_omni_patch import exposition
-
-        exposition.register(registry)
-        _serves = True
-        changed()
-    except Exception as error:
-        ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
+    _serves = True
+    changed()
 
 
 # -- the end of a process

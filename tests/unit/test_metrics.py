@@ -148,6 +148,25 @@ def test_a_childs_numbers_are_on_its_parents_page(house: House, tmp_path: Path, 
     assert not os.path.exists(folder), "the process that made the run folder removes it"
 
 
+def test_a_registry_that_is_made_for_each_scrape_has_ours_too(house: House, tmp_path: Path) -> None:
+    """In multiprocess mode the metrics route makes its own registry and leaves vLLM's aside."""
+    done = house.run(
+        SERVER,
+        """
+        from prometheus_client import CollectorRegistry, multiprocess
+        metrics.add("steps_total", "Steps.", 1)
+        def scrape():
+            registry = CollectorRegistry()
+            multiprocess.MultiProcessCollector(registry)
+            lines = generate_latest(registry).decode().splitlines()
+            return [line for line in lines if line.startswith("vllm_omni_patch_steps_total ")]
+        show([scrape(), scrape()])
+    """,
+        PROMETHEUS_MULTIPROC_DIR=str(tmp_path),
+    )
+    assert done.value == [["vllm_omni_patch_steps_total 1.0"]] * 2
+
+
 def test_the_info_row_and_a_living_childs_gauge_are_there(house: House) -> None:
     house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
     done = house.run(

@@ -81,6 +81,13 @@ def test_a_patch_without_any_target_here_is_listed(house: House) -> None:
     assert "probe: none of its targets is in what is installed here" in start(house)
 
 
+def test_a_second_attempt_is_stopped_too(house: House) -> None:
+    done = house.run(START, START, flag="nope", VLLM_OMNI_PATCH_STRICT="1")
+    assert done.status == 0
+    assert len(done.shown) == 2
+    assert all("no patch is called 'nope'" in told for told in done.shown)
+
+
 def test_it_stops_also_where_vllm_filters_our_plugin_out(house: House) -> None:
     assert "no patch is called 'nope'" in start(house, "nope", VLLM_PLUGINS="other")
 
