@@ -23,6 +23,8 @@ from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
+# Seconds between two looks at the queue.
+_LOOK = 0.02
 _TAKEN = ("stored", "present", "busy")
 
 
@@ -103,12 +105,13 @@ class Writer:
                 return False
             self._jobs.append(job)
             self._pending[job.key.path] = self._pending.get(job.key.path, 0) + 1
-            self._condition.notify_all()
+            # Nobody is woken: where cores are scarce the thread would take this one from the model at once.
             return True
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is queued or being written; False when that takes longer than ``timeout`` seconds."""
         with self._condition:
+            self._condition.notify_all()
             return self._condition.wait_for(lambda: not self._jobs and not self._busy, timeout)
 
     def close(self, timeout: float) -> None:
@@ -129,7 +132,7 @@ class Writer:
         self._staging.populate()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._jobs or self._closed, 5.0)
+                self._condition.wait_for(lambda: self._jobs or self._closed, _LOOK)
                 if self._closed and not self._jobs:
                     return
                 job = self._jobs.popleft() if self._jobs else None
