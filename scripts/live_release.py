@@ -45,24 +45,21 @@ def run(folder: Path) -> dict[str, Any]:
         seen.stock = server.image(1)
         seen.stock_blocks = blocks(server)
     for name in ("patched", "restarted"):
-        reports = folder / f"reports-{name}"
-        with engine_process.Server(
-            model, str(folder), name=name, ec=EC, flag="1", env=seen.settings(reports)
-        ) as server:
+        seen.reports[name] = folder / f"reports-{name}"
+        env = seen.settings(seen.reports[name])
+        with engine_process.Server(model, str(folder), name=name, ec=EC, flag="1", env=env) as server:
             server.image(3 if name == "patched" else 4)
             seen.answers[name] = server.image(1)
             seen.blocks[name] = blocks(server)
             seen.pages[name] = server.get("/metrics")
-        seen.logs[name] = server.log()
-        seen.left[name] = server.stop()
-        seen.reports[name] = reports
+            seen.left[name] = server.stop()
     with engine_process.Offline(model, str(folder), name="llm-stock") as llm:
         seen.answers["llm stock"] = llm.image(1)
-    with engine_process.Offline(
-        model, str(folder), name="llm", ec=EC, flag="1", env=seen.settings(folder / "reports-llm")
-    ) as llm:
-        seen.answers["llm"] = llm.image(1)
     seen.reports["llm"] = folder / "reports-llm"
+    env = seen.settings(seen.reports["llm"])
+    with engine_process.Offline(model, str(folder), name="llm", ec=EC, flag="1", env=env) as llm:
+        seen.answers["llm"] = llm.image(1)
+        seen.left["llm"] = llm.stop()
     checks: dict[str, Callable[[Seen], Any]] = {
         "ec_connector": check_ec_connector,
         "available_memory": check_available_memory,
@@ -126,7 +123,8 @@ def check_ec_connector(seen: Seen) -> dict[str, float]:
     seen.applied("ec_connector", "restarted")
     for name in ("patched", "restarted"):
         require(seen.stock.same(seen.answers[name], TOLERANCE), f"the {name} answer is not the stock one")
-        require(not seen.left[name], f"left running after the {name} server: {seen.left[name]}")
+    for name, left in seen.left.items():
+        require(not left, f"left running after the {name} engine had been told to end: {left}")
     require(seen.answers["llm stock"].same(seen.answers["llm"], TOLERANCE), "LLM() answers differently when patched")
     hits = total(seen.pages["restarted"], "vllm_omni_patch_ec_hits_total")
     require(hits >= 1, f"the restarted server counted {hits:g} hits")
