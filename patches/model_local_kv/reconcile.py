@@ -76,12 +76,9 @@ class Assignment:
         makers = [(owner, self._paths.get(id(owner))) for owner in origin.owners()]
         known = [self._owner_of.get(id(owner)) or path for owner, path in makers]
         named = [path for path in known if path]
-        for path in named:
-            group = self.at(path, geometry)
-            if group is not None:
-                return group
         if named:
-            return Group(named[0], site=origin.site)
+            # The nearest maker only: the callers further out run everything, so what they call proves nothing.
+            return self.at(named[0], geometry) or Group(named[0], site=origin.site)
         return Group(origin.classes[0] if origin.classes else origin.site, site=origin.site)
 
     def at(self, path: str, geometry: tuple[int, int]) -> Group | None:

@@ -35,6 +35,7 @@ class Run:
         settings = {
             "PYTHONPATH": plugin[0],
             "VLLM_OMNI_PATCH_REPORT_DIR": str(reports),
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             **env,
         }
         with engine_process.Offline(
@@ -96,7 +97,7 @@ def test_on_the_declared_cache_is_reported_and_tokens_and_budget_are_the_same(ru
     assert on.cache_size == off.cache_size
     assert on.cache_size
     assert on.log.count(HEADLINE) == 1
-    assert "codec.codec_cache: 0.03 MiB (1 rows from fixed(1; one cache for the whole model)" in on.log
+    assert "codec.codec_cache: 0.01 MiB (1 rows from fixed(1; one cache for the whole model)" in on.log
     assert on.report is not None
     (load,) = on.report["loads"]
     assert (load["status"], load["runner"]) == ("declared", "vllm.v1.worker.cpu_model_runner.CPUModelRunner")

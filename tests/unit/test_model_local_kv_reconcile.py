@@ -226,6 +226,20 @@ def test_undeclared(observer: Observer) -> None:
     del kept
 
 
+def test_a_cache_of_the_same_shape_elsewhere_is_not_the_owners_because_the_model_calls_both(observer: Observer) -> None:
+    class Both(Model):
+        def forward(self, positions: int) -> Any:
+            return [self.decoder(positions), self.other(positions)]
+
+    bench = Bench(observer, Both(spec()))
+    kept = bench.model(CAPACITY)
+    assert [(row.owner, row.status, row.observed_peak) for row in bench.rows()] == [
+        ("decoder", "matched", ROW),
+        ("other", "undeclared", ROW),
+    ]
+    del kept
+
+
 def test_another_shape_at_the_owner_is_undeclared(observer: Observer) -> None:
     bench = Bench(observer, Model(spec()))
     kept = bench.model.decoder(CAPACITY, size=SIZE * 2)
