@@ -138,6 +138,8 @@ def _private_parent(shm_path: str) -> str:
     for base in (shm_path, tempfile.gettempdir()):
         path = os.path.join(base, f"vllm-omni-patch-ec-{os.getuid()}")
         try:
+            # Made by whichever process comes first: one that fell back to another place would share nothing.
+            os.makedirs(base, 0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             status = os.lstat(path)
