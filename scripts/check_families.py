@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -69,17 +70,25 @@ def main() -> int:
     parser.add_argument(
         "--releases", default=",".join(INSTALLED + UNPACKED), help="vLLM-Omni releases, comma-separated"
     )
-    parser.add_argument("--write", type=Path, help="write the table there, as JSON")
+    parser.add_argument("--write", type=Path, help="put the results into this JSON file")
     options = parser.parse_args()
     results = []
     for release in options.releases.split(","):
         results.append(check(release, options.environments.resolve()))
         show(results[-1])
         if options.write:
-            options.write.parent.mkdir(parents=True, exist_ok=True)
-            command = "python scripts/check_families.py --write docs/data/families.json"
-            options.write.write_text(json.dumps({"command": command, "releases": results}, indent=1) + "\n")
+            write(options.write, results[-1])
     return int(any(result["failed"] for result in results))
+
+
+def write(path: Path, result: dict[str, object]) -> None:
+    """Put one release's result into the file, newest release first; the others stay as they are."""
+    held = json.loads(path.read_text())["releases"] if path.exists() else []
+    kept = [other for other in held if other["vllm_omni"] != result["vllm_omni"]]
+    releases = sorted([*kept, result], key=lambda one: str(one["vllm_omni"]), reverse=True)
+    command = "python scripts/check_families.py --write docs/data/families.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"command": command, "releases": releases}, indent=1) + "\n")
 
 
 def check(release: str, environments: Path) -> dict[str, object]:
@@ -157,11 +166,12 @@ def unpacked(name: str, requirements: tuple[str, ...], python: Path, environment
     run(
         str(python), "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(wheels), *requirements
     )
-    partial = folder.with_suffix(".partial")
+    partial = folder.with_name(f"{name}.partial")
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(partial)
     partial.rename(folder)
+    shutil.rmtree(wheels)
     return folder
 
 

@@ -118,14 +118,14 @@ def test_moss_first_codec_pool() -> None:
 
 def test_moss_second_codec_pool() -> None:
     codec = moss_codec("audio_tokenizer_v2", "cpu")
-    with omni.installed(omni.MODELS + "moss_tts.audio_tokenizer_v2"):
+    with omni.installed(omni.MODELS + "moss_tts.audio_tokenizer_v2"), contextlib.ExitStack() as streaming:
         coming = declared(codec, None, 3).entries
         assert {e.rows for e in coming} == {3}
         if RELEASE >= (0, 26):
             codec.initialize_decoder_state_pool(3, 1)
             rows = 4
         else:
-            codec.streaming(3)
+            streaming.enter_context(codec.streaming(3))
             rows = 3
         made = declared(codec, None, 3).entries
         rings = rings_of(codec)
