@@ -90,7 +90,7 @@ def tier_on(server: Server, **config: Any) -> RemoteTier:
     return RemoteTier("test", server, ECConfig(**values), ECStats("worker"))
 
 
-def until(condition: Any, seconds: float = 10.0) -> None:
+def until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -141,7 +141,8 @@ def test_it_reconnects_when_the_server_is_back(server: Server, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "vllm.omni_patch.ec"):
         server.up = True
         until(lambda: tier.contains(key(), None))
-    assert server.connects >= 2 and "work again" in caplog.text
+        until(lambda: "work again" in caplog.text)
+    assert server.connects >= 2
     tier.close(1)
 
 
