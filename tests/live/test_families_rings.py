@@ -6,6 +6,7 @@ Needs vLLM-Omni beside its vLLM: ``scripts/check_families.py`` makes the environ
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from types import SimpleNamespace
 from typing import Any
