@@ -30,7 +30,17 @@ def install(release: str, folder: Path) -> Path:
     target = folder / release
     done = target / "installed"
     if not done.exists():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-warn-conflicts", "--target", str(target), f"transformers=={release}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-warn-conflicts",
+            "--target",
+            str(target),
+            f"transformers=={release}",
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         done.touch()
     return target

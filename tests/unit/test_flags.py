@@ -52,7 +52,9 @@ def test_every_declared_setting_has_our_prefix_or_is_upstreams_and_is_explained(
     rows = discover.all_flags(discover.find())
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
-        assert row.name == "VLLM_OMNI_PATCH" or row.name.startswith(("VLLM_OMNI_PATCH_", "VLLM_NEURON_", "NEURON_")), row.name
+        assert row.name == "VLLM_OMNI_PATCH" or row.name.startswith(("VLLM_OMNI_PATCH_", "VLLM_NEURON_", "NEURON_")), (
+            row.name
+        )
         assert row.type in flags._CONVERT
         assert row.help.endswith(".")
 
