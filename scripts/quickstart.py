@@ -101,9 +101,10 @@ def refusal(model: str, folder: Path) -> str:
     """What the unpatched vLLM says to the same command."""
     try:
         engine_process.Server(model, str(folder), name="refused", ec=EC, arguments=arguments()).stop()
-    except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if "connector" in line.lower() and "Error" in line]
-        return re.sub(r"^.*?(\w*Error: )", r"\1", lines[-1]) if lines else "(see its log)"
+    except RuntimeError:
+        log = next(folder.glob("refused-*.log")).read_text(errors="replace")
+        found = re.findall(r"\w+Error: .*LMCacheECConnector.*", log)
+        return found[0] if found else f"(its log is {folder}/refused-*.log)"
     sys.exit("the unpatched vLLM knows LMCacheECConnector already: this release does not need the patch")
 
 
