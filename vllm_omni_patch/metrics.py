@@ -43,7 +43,7 @@ def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
     with _lock:
         _families[name] = ("gauge", help)
         _values[(name, _key(labels))] = float(value)
-    changed()
+    _soon()
 
 
 def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
@@ -52,7 +52,7 @@ def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
         _families[name] = ("counter", help)
         key = (name, _key(labels))
         _values[key] = _values.get(key, 0.0) + amount
-    changed()
+    _soon()
 
 
 def values() -> dict[Key, float]:
@@ -74,7 +74,7 @@ def start() -> None:
     try:
         path = flags.read(flags.RUN_DIR)
         if not path:
-            path = tempfile.mkdtemp(prefix=f"{FOLDER}-{platform.node()}-")
+            path = tempfile.mkdtemp(prefix=f"{FOLDER}-{platform.node()}-", dir=_memory())
             os.environ[flags.RUN_DIR.name] = path
             _made_by = os.getpid()
         elif not os.path.isdir(path) and not _from_elsewhere(path):
@@ -83,6 +83,13 @@ def start() -> None:
     except OSError as error:
         ledger.say(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
     atexit.register(_at_exit)
+
+
+def _memory() -> str | None:
+    """A folder in memory, where there is one: snapshots are rewritten up to four times a second and live as long as
+    the engine. On a disk each rewrite would be written out."""
+    path = "/dev/shm"
+    return path if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) else None
 
 
 def _from_elsewhere(path: str) -> bool:
@@ -99,13 +106,19 @@ def folder() -> str | None:
 
 def changed() -> None:
     """Numbers or states have changed: leave a snapshot now, or soon if there was one a moment ago. Never raises."""
-    global _timer
-    wait = _written + INTERVAL_S - time.monotonic()
-    if wait <= 0:
+    if _written + INTERVAL_S <= time.monotonic():
         flush()
-        return
+    else:
+        _soon()
+
+
+def _soon() -> None:
+    """Leave a snapshot before long, from another thread: numbers change in the middle of model steps, and replacing a
+    file may have to wait for a disk."""
+    global _timer
     with _lock:
         if _timer is None:
+            wait = max(0.0, _written + INTERVAL_S - time.monotonic())
             _timer = threading.Timer(wait, flush)
             _timer.daemon = True
             try:
@@ -121,8 +134,9 @@ def flush() -> None:
         with _lock:
             _timer, _written = None, time.monotonic()
             path = folder()
-            if path is not None and (_values or ledger.entries()):
-                ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), snapshot())
+        # Written without the lock: who counts must not wait for a file.
+        if path is not None and (_values or ledger.entries()):
+            ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), snapshot())
     except Exception as error:
         ledger.logger("metrics").debug("could not leave a snapshot: %s", error)
 
