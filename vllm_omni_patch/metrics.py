@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +25,7 @@ from vllm_omni_patch import flags, installed, ledger
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
+STALE_S = 24 * 3600.0
 INTERVAL_S = 0.25  # a process leaves at most four snapshots a second, however much it counts
 
 Kind = Literal["gauge", "counter"]
@@ -74,7 +76,9 @@ def start() -> None:
     try:
         path = flags.read(flags.RUN_DIR)
         if not path:
-            path = tempfile.mkdtemp(prefix=f"{FOLDER}-{platform.node()}-", dir=_memory())
+            parent = _memory() or tempfile.gettempdir()
+            _sweep(parent)
+            path = tempfile.mkdtemp(prefix=f"{FOLDER}-{platform.node()}-", dir=parent)
             os.environ[flags.RUN_DIR.name] = path
             _made_by = os.getpid()
         elif not os.path.isdir(path) and not _from_elsewhere(path):
@@ -83,6 +87,32 @@ def start() -> None:
     except OSError as error:
         ledger.say(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
     atexit.register(_at_exit)
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and process.parent_process() is not None:
+        # Children of multiprocessing leave without exit handlers, but run their finalizers.
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _at_exit, exitpriority=-100)
+
+
+def _sweep(parent: str) -> None:
+    """Remove run folders of this host and user that engines left behind when they were killed, a day ago or longer.
+
+    Process ids may belong to another container that shares the folder. Should one be alive all the same, its next
+    number makes the folder again.
+    """
+    for one in os.scandir(parent):
+        try:
+            about = one.stat(follow_symlinks=False)
+            if not one.name.startswith(f"{FOLDER}-{platform.node()}-") or about.st_uid != os.getuid():
+                continue
+            names = [name for name in os.listdir(one.path) if name.startswith("metrics-")]
+            pids = [name.rpartition("-")[2].removesuffix(".json") for name in names]
+            host = platform.node()
+            if time.time() - about.st_mtime > STALE_S and not any(is_alive({"host": host, "pid": pid}) for pid in pids):
+                shutil.rmtree(one.path, ignore_errors=True)
+        except OSError:
+            continue
 
 
 def _memory() -> str | None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         run_folders = [line for line in _environ(server.group.process.pid) if "VLLM_OMNI_PATCH_RUN_DIR" in line]
         ledger = json.loads(next(reports.glob("ledger-*.json")).read_text())
         run = ledger["process"]["run"]
-        run_folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), run)
-        there = os.path.isdir(run_folder) and run_folders == []
+        places = [os.path.join(parent, run) for parent in ("/dev/shm", tempfile.gettempdir())]
+        run_folder = next((path for path in places if os.path.isdir(path)), "")
+        there = run_folder != "" and run_folders == []
         done = subprocess.run([*STATUS, "--report-dir", str(reports)], capture_output=True, text=True, timeout=120)
         status = json.loads(done.stdout)
         log = server.log()

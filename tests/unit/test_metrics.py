@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_house import House
 
-from vllm_omni_patch import exposition
+from vllm_omni_patch import exposition, metrics
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -244,6 +244,52 @@ def test_a_folder_that_the_user_named_is_made_and_kept(house: House, tmp_path: P
     assert done.value == ["vllm_omni_patch_steps_total 1.0"]
     (left,) = named.glob("metrics-*.json")
     assert json.loads(left.read_text())["values"] == [["steps_total", [], 1.0]]
+
+
+def test_a_child_that_made_the_folder_removes_it(house: House, tmp_path: Path) -> None:
+    house.write(
+        "child.py",
+        """
+        import os
+        def child(pipe):
+            from vllm_omni_patch import startup
+            startup.activate()
+            import vllm
+            pipe.send(os.environ["VLLM_OMNI_PATCH_RUN_DIR"])
+    """,
+    )
+    done = house.run(
+        """
+        import multiprocessing, os, child
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        process = context.Process(target=child.child, args=(there,))
+        process.start()
+        folder = here.recv()
+        process.join()
+        show([folder, os.path.exists(folder)])
+    """,
+        activate=True,
+        TMPDIR=str(tmp_path),
+    )
+    folder, exists = done.value
+    assert "vllm-omni-patch-run-" in folder
+    assert not exists
+
+
+def test_what_a_killed_engine_left_is_swept_after_a_day(tmp_path: Path) -> None:
+    start = f"vllm-omni-patch-run-{platform.node()}-"
+    cases = {"old": (2**22 + 7, True), "recent": (2**22 + 7, False), "alive": (os.getpid(), True)}
+    for name, (pid, aged) in cases.items():
+        (tmp_path / f"{start}{name}").mkdir()
+        (tmp_path / f"{start}{name}" / f"metrics-{platform.node()}-{pid}.json").write_text("{}")
+        if aged:
+            os.utime(tmp_path / f"{start}{name}", (1, 1))
+    (tmp_path / "vllm-omni-patch-run-otherhost-x").mkdir()
+    os.utime(tmp_path / "vllm-omni-patch-run-otherhost-x", (1, 1))
+    metrics._sweep(str(tmp_path))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"{start}recent", f"{start}alive", "vllm-omni-patch-run-otherhost-x"}
 
 
 def test_an_unwritable_folder_costs_nothing_but_the_page(house: House) -> None:
