@@ -132,6 +132,12 @@ class Runtime:
             os.close(handle)
 
 
+def sweep(shm_path: str) -> None:
+    """Remove what engines of this user left in shared memory when their processes were killed. Never raises."""
+    with contextlib.suppress(OSError):
+        _remove_dead(_private_parent(shm_path), keep="")
+
+
 def _private_parent(shm_path: str) -> str:
     """The folder of this user's engines: 0700 and owned by this user, or it is not used."""
     failure: OSError | None = None

@@ -97,7 +97,7 @@ def test_two_servers_share_a_folder(folder: Path, model: str, reference: dict[in
         ask(one, reference)
         ask(two, reference)
         assert counted(one, "hits", 2) >= 2 and counted(two, "hits", 2) >= 2
-        assert counters(one).get("stored", 0) + counters(two).get("stored", 0) == len(IMAGES)
+        assert counted(one, "stored", 2) + counted(two, "stored", 2) == len(IMAGES)
 
 
 def test_a_producer_feeds_a_consumer(folder: Path, model: str, reference: dict[int, Answer]) -> None:
@@ -107,7 +107,7 @@ def test_a_producer_feeds_a_consumer(folder: Path, model: str, reference: dict[i
             assert producer.image(seed, max_tokens=1).status == 200, producer.log()[-3000:]
         wait_for(lambda: len(entries(folder / "roles")) == len(IMAGES))
         assert producer.image(IMAGES[0], max_tokens=1).status == 200, "an item that is stored already"
-        assert counters(producer)["stored"] == len(IMAGES)
+        assert counted(producer, "stored", len(IMAGES)) == len(IMAGES)
         assert producer.stop() == {}
     with engine(model, folder, "ec_consumer", env, name="consumer") as consumer:
         ask(consumer, reference)
@@ -140,7 +140,7 @@ def test_two_ranks(folder: Path, model: str) -> None:
         first = {seed: server.image(seed, timeout=60) for seed in IMAGES}
         assert all(answer.ok for answer in first.values()), server.log()[-3000:]
         wait_for(lambda: len(entries(folder / "ranks")) == len(IMAGES))
-        assert counters(server)["stored"] == len(IMAGES), "one rank writes"
+        assert counted(server, "stored", len(IMAGES)) == len(IMAGES), "one rank writes"
         ask(server, first)
         hits = counted(server, "hits", 2)
         ec_faults.one_rank(env, True)
