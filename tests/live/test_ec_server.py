@@ -2,7 +2,7 @@
 """The encoder cache in real engines: three boots show what it is for and that a failed hit hurts nobody.
 
 One engine with vLLM's own example connector gives the reference answers, one of ours is killed, one starts again on
-the same folder. More boots (roles, storages, releases) are in ``test_ec_engine_more.py``, marked ``slow``.
+the same folder. More boots (roles, storages, releases) are in ``test_ec_server_more.py``, marked ``slow``.
 """
 
 from __future__ import annotations

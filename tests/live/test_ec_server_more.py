@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 import ec_faults
 import tiny_model
 from engine_process import Answer, Server, free_port
-from test_ec_engine import ARGUMENTS, IMAGES, OURS, counted, counters, entries, wait_for
+from test_ec_server import ARGUMENTS, IMAGES, OURS, counted, counters, entries, wait_for
 
 pytestmark = pytest.mark.slow
 
