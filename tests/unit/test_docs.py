@@ -54,3 +54,9 @@ def test_links_between_pages_lead_to_files() -> None:
         if not link.startswith("http") and not (page.parent / link).exists()
     ]
     assert broken == []
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """Both folders are collected in one session, and helpers are imported by bare name."""
+    names = [path.name for path in (ROOT / "tests").glob("*/*.py")]
+    assert sorted(names) == sorted(set(names))
