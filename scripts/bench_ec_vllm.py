@@ -7,7 +7,9 @@ All engines of the comparison run at the same time and are asked in turn, so tha
 the same machine. Printed are medians of a request's time in ms and their ratio to vLLM's ``ECExampleConnector``:
 
 * ``after restart``: images that were stored by an engine that has ended, each asked once;
-* ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here.
+* ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here;
+* ``CPU``: processor time of all processes of the engine per steady request, which other load on the machine does not
+  lengthen.
 
 LMCache's engine sits behind the thinnest class that makes it a connector, with its storage on ``fs://``. Its engine
 ends at the first hit after a restart (it never reads a backend), so its first column is what happened then.
@@ -138,15 +140,20 @@ def main() -> int:
         first = ask([r for r in running if r[0].survives or r[0].ec is None], images)
         ask(running, images)
         steady: dict[str, list[float]] = {variant.name: [] for variant in every}
+        before = {variant.name: processor_seconds(server) for variant, server in running}
         for _ in range(options.rounds):
             for name, times in ask(running, images).items():
                 steady[name] += times
+        spent = {
+            variant.name: (processor_seconds(server) - before[variant.name]) / len(steady[variant.name])
+            for variant, server in running
+        }
         served = {v.name: hits(s) for v, s in running if v.flag}
     finally:
         for _, server in running:
             server.group.kill()
     died = upstream_after_restart(next(v for v in every if v.name == UPSTREAM), model, images)
-    report(every, first, steady, served, died)
+    report(every, first, steady, spent, served, died)
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 
@@ -167,6 +174,16 @@ def ask(running: list[tuple[Variant, engine_process.Server]], images: list[int])
     return times
 
 
+def processor_seconds(server: engine_process.Server) -> float:
+    """User and system time of the server's processes so far."""
+    total = 0
+    for pid in server.group.members():
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 def hits(server: engine_process.Server) -> float:
     time.sleep(3)
     lines = server.get("/metrics").splitlines()
@@ -184,15 +201,17 @@ def report(
     every: list[Variant],
     first: dict[str, list[float]],
     steady: dict[str, list[float]],
+    spent: dict[str, float],
     served: dict[str, float],
     died: str,
 ) -> None:
-    print(f"{'':22}{'after restart':>24}{'steady':>24}   (median ms, ratio to {BASELINE}, n)")
+    print(f"{'':22}{'after restart':>28}{'steady':>28}{'CPU':>16}   (median ms, ratio to {BASELINE}, n)")
     for variant in every:
         columns = [column(times, variant.name) for times in (first, steady)]
         if variant.name == UPSTREAM:
-            columns[0] = f"{died:>24}"
-        print(f"{variant.name:22}{columns[0]}{columns[1]}")
+            columns[0] = f"{died:>28}"
+        ratio = spent[variant.name] / spent[BASELINE]
+        print(f"{variant.name:22}{columns[0]}{columns[1]}{1000 * spent[variant.name]:>10.1f} {ratio:>5.2f}")
     for name, count in served.items():
         print(f"{name}: {count:.0f} hits counted")
     if "ours, disk" in first:
@@ -208,10 +227,10 @@ def milliseconds(times: list[float]) -> str:
 
 def column(times: dict[str, list[float]], name: str) -> str:
     if name not in times or not times[name]:
-        return f"{'-':>24}"
+        return f"{'-':>28}"
     median = statistics.median(times[name])
     ratio = median / statistics.median(times[BASELINE])
-    return f"{1000 * median:>12.1f} {ratio:>5.2f} {len(times[name]):>5}"
+    return f"{1000 * median:>16.1f} {ratio:>5.2f} {len(times[name]):>5}"
 
 
 if __name__ == "__main__":
