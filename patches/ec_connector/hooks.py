@@ -172,11 +172,13 @@ def _sweep_at_exit(vllm_config: Any) -> None:
     from vllm_omni_patch.patches.ec_connector.runtime import sweep
 
     pid = os.getpid()
-    path = load_ec_config(vllm_config.ec_transfer_config.ec_connector_extra_config).shm_path
+    transfer = vllm_config.ec_transfer_config
+    path = load_ec_config(transfer.ec_connector_extra_config).shm_path
 
     def at_exit() -> None:
         if os.getpid() == pid:
-            sweep(path)
+            # Killed a moment ago, they may still be on their way out.
+            sweep(path, str(transfer.engine_id or ""), 3.0)
 
     atexit.register(at_exit)
 

@@ -17,6 +17,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 
 from vllm_omni_patch import ledger
 
@@ -33,7 +34,7 @@ class Runtime:
     def __init__(self, engine_id: str, shm_path: str) -> None:
         name = engine_id or f"{os.getpid()}-{os.urandom(8).hex()}"
         self.parent = _private_parent(shm_path)
-        self.path = os.path.join(self.parent, hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32])
+        self.path = _folder_of(self.parent, name)
         self._mutex = threading.Lock()
         self._epoch: tuple[tuple[int, int], str] | None = None
         _remove_dead(self.parent, keep=self.path)
@@ -132,10 +133,23 @@ class Runtime:
             os.close(handle)
 
 
-def sweep(shm_path: str) -> None:
-    """Remove what engines of this user left in shared memory when their processes were killed. Never raises."""
+def sweep(shm_path: str, engine_id: str = "", seconds: float = 0.0) -> None:
+    """Remove what engines of this user left in shared memory when their processes were killed. Never raises.
+
+    Waits at most ``seconds`` for the processes of the engine ``engine_id`` to be gone.
+    """
     with contextlib.suppress(OSError):
-        _remove_dead(_private_parent(shm_path), keep="")
+        parent = _private_parent(shm_path)
+        deadline = time.monotonic() + seconds
+        while True:
+            _remove_dead(parent, keep="")
+            if not engine_id or not os.path.isdir(_folder_of(parent, engine_id)) or time.monotonic() >= deadline:
+                return
+            time.sleep(0.05)
+
+
+def _folder_of(parent: str, name: str) -> str:
+    return os.path.join(parent, hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32])
 
 
 def _private_parent(shm_path: str) -> str:
