@@ -13,7 +13,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
 
 class Side(torch.nn.Module):
-    """Keeps one row in a transformers cache: a position per step, anew when it is full."""
+    """Keeps one row in a transformers cache: a position per step until it is full, and full from then on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +21,10 @@ class Side(torch.nn.Module):
 
     def step(self) -> None:
         """Add a position."""
-        if self.past is None or self.past.get_seq_length() >= CAPACITY:
+        if self.past is None:
             self.past = DynamicCache()
+        if self.past.get_seq_length() >= CAPACITY:
+            return
         new = torch.zeros(1, HEADS, 1, SIZE)
         for layer in range(LAYERS):
             self.past.update(new, new, layer)
