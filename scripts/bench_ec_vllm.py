@@ -8,8 +8,8 @@ the same machine. Printed are medians of a request's time in ms and their ratio 
 
 * ``after restart``: images that were stored by an engine that has ended, each asked once;
 * ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here;
-* ``CPU``: processor time of all processes of the engine per steady request. It holds what they spin while the others are
-  asked, the same for all, so only differences mean anything.
+* ``CPU``: processor time of all processes of the engine per steady request. It holds what they spin while the others
+  are asked, the same for all, so only differences mean anything.
 
 LMCache's engine sits behind the thinnest class that makes it a connector, with its storage on ``fs://``. Its engine
 ends at the first hit after a restart (it never reads a backend), so its first column is what happened then.
