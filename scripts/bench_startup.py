@@ -4,10 +4,9 @@
 
     python scripts/bench_startup.py [--python PATH] [--rounds N] [--vllm-rounds N] [--json]
 
-Every case runs once in each round, in an order that changes from round to round, so that whatever else the machine
-does falls on all of them alike. CPU time is user plus system time of the process and of the children that it waited
-for, as the kernel accounts it (``wait4``). The figures are medians, and medians of the difference to the reference
-case of the same round.
+Every case runs once in each round, in shuffled order, so that whatever else the machine does falls on all of them
+alike. CPU time is user plus system time of the process and of the children that it waited for, as the kernel accounts
+it (``wait4``). The figures are medians, and medians of the difference to the reference case of the same round.
 
 Cases: a bare interpreter (the same environment without this package), installed with the flag off, flag on and no vLLM,
 ``import vllm`` with the flag off and with every patch on, and autowrapt off and on where the Python has it.
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -28,6 +28,7 @@ from pathlib import Path
 
 FLAG = "VLLM_OMNI_PATCH"
 FILES = ("vllm_omni_patch.pth", "vllm_omni_patch.start")
+BARE, OURS, PEER = "bare", "ours", "autowrapt"  # the virtual environments, by what of the two they hold
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Case:
     code: str
     env: tuple[tuple[str, str], ...] = ()
     against: str = ""
-    bare: bool = False
+    place: str = OURS
 
 
 CASES = (
-    Case("bare interpreter", "pass", bare=True),
+    Case("bare interpreter", "pass", place=BARE),
     Case("installed, flag off", "pass", against="bare interpreter"),
     Case("flag on, no vLLM", "pass", ((FLAG, "1"),), against="bare interpreter"),
 )
@@ -51,8 +52,8 @@ VLLM = (
     Case("import vllm, flag on", "import vllm", ((FLAG, "1"),), against="import vllm, flag off"),
 )
 AUTOWRAPT = (
-    Case("autowrapt, off", "pass", against="bare interpreter", bare=True),
-    Case("autowrapt, on", "pass", (("AUTOWRAPT_BOOTSTRAP", "autowrapt.examples"),), "bare interpreter", True),
+    Case("autowrapt, off", "pass", against="bare interpreter", place=PEER),
+    Case("autowrapt, on", "pass", (("AUTOWRAPT_BOOTSTRAP", "autowrapt.examples"),), "bare interpreter", PEER),
 )
 
 
@@ -73,8 +74,8 @@ def main() -> None:
     plain = CASES + (AUTOWRAPT if has(python, "autowrapt") else ())
     heavy = VLLM if options.vllm_rounds and has(python, "vllm") else ()
     with tempfile.TemporaryDirectory() as folder:
-        pair = environments(python, Path(folder))
-        measured = {**measure(plain, options.rounds, *pair), **measure(heavy, options.vllm_rounds, *pair)}
+        pythons = environments(python, Path(folder))
+        measured = {**measure(plain, options.rounds, pythons), **measure(heavy, options.vllm_rounds, pythons)}
     rows = [row(case, measured) for case in plain + heavy]
     print(json.dumps(rows, indent=1) if options.json else table(rows, python))
 
@@ -90,28 +91,30 @@ def environment(extra: tuple[tuple[str, str], ...]) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **dict(extra)}
 
 
-def environments(python: str, folder: Path) -> tuple[str, str]:
-    """Two virtual environments that hold what ``python``'s holds: one without this package, one with it.
+def environments(python: str, folder: Path) -> dict[str, str]:
+    """Virtual environments that hold what ``python``'s holds: bare of this package and autowrapt, or with one of them.
 
-    The second has it as a regular install lays it down. An editable install costs more at every start: setuptools'
+    This package is there as a regular install lays it down. An editable install costs more at every start: setuptools'
     own finder for it imports ``pathlib`` and more, whatever the package is.
     """
     source, ours, patches = ask(python, WHERE)
-    made = []
-    for name in ("without", "with"):
-        subprocess.run([python, "-m", "venv", "--without-pip", folder / name], check=True)
-        made.append(str(folder / name / "bin/python"))
-        target = Path(ask(made[-1], WHERE_SITE)[0])
+    made = {}
+    for place in (BARE, OURS, PEER):
+        subprocess.run([python, "-m", "venv", "--without-pip", folder / place], check=True)
+        made[place] = str(folder / place / "bin/python")
+        target = Path(ask(made[place], WHERE_SITE)[0])
         for path in Path(source).iterdir():
-            if path.name not in FILES and not ("vllm_omni_patch" in path.name and "info" not in path.suffix):
+            ours_too = path.name in FILES or ("vllm_omni_patch" in path.name and "info" not in path.suffix)
+            if not ours_too and (place == PEER or "autowrapt" not in path.name):
                 (target / path.name).symlink_to(path)
+    target = Path(ask(made[OURS], WHERE_SITE)[0])
     for path in (Path(source) / name for name in FILES):
         shutil.copy(path, target)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ours, target / "vllm_omni_patch", ignore=ignore, dirs_exist_ok=True)
     shutil.copytree(patches, target / "vllm_omni_patch" / "patches", ignore=ignore, dirs_exist_ok=True)
-    subprocess.run([made[1], "-m", "compileall", "-q", target / "vllm_omni_patch"], check=True)  # as pip does
-    return made[0], made[1]
+    subprocess.run([made[OURS], "-m", "compileall", "-q", target / "vllm_omni_patch"], check=True)  # as pip does
+    return made
 
 
 def ask(python: str, code: str) -> list[str]:
@@ -127,13 +130,13 @@ WHERE = (
 )
 
 
-def measure(cases: tuple[Case, ...], rounds: int, without: str, with_us: str) -> dict[str, list[float]]:
+def measure(cases: tuple[Case, ...], rounds: int, pythons: dict[str, str]) -> dict[str, list[float]]:
     """CPU milliseconds of each case, one figure a round."""
     found: dict[str, list[float]] = {case.name: [] for case in cases}
+    order = random.Random(0)
     for index in range(-1, rounds if cases else -1):  # the first round only warms the disk cache
-        start = index % len(cases)
-        for case in cases[start:] + cases[:start]:
-            spent = cpu_ms(without if case.bare else with_us, case)
+        for case in order.sample(cases, len(cases)):  # shuffled: a short process pays for a long one before it
+            spent = cpu_ms(pythons[case.place], case)
             if index >= 0:
                 found[case.name].append(spent)
     return found

@@ -89,7 +89,7 @@ def is_here(package: str) -> bool:
 def _look_up(package: str) -> Any:
     # Not importlib.util.find_spec: our own finder would take this for the first import of vLLM.
     for finder in list(sys.meta_path):
-        if type(finder).__module__ == "vllm_omni_patch.startup" or not hasattr(finder, "find_spec"):
+        if type(finder).__module__ == "vllm_omni_patch" or not hasattr(finder, "find_spec"):
             continue
         try:
             spec = finder.find_spec(package, None, None)

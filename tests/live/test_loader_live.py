@@ -176,8 +176,8 @@ def test_the_plugin_alone_is_enough() -> None:
     """As a Ray worker meets it: the interpreter starts without the flag, which arrives before plugins are loaded."""
     code = """
 import os, vllm
-from vllm_omni_patch import startup
-assert startup._finder is None
+import sys, vllm_omni_patch
+assert vllm_omni_patch.finder not in sys.meta_path
 os.environ["VLLM_OMNI_PATCH"] = "1"
 from vllm.plugins import load_general_plugins
 load_general_plugins()

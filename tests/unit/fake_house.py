@@ -169,7 +169,7 @@ class House:
         head = ["import json, sys", "def show(x): print('SHOW ' + json.dumps(x), flush=True)"]
         if activate:
             # A virtual environment runs startup files twice.
-            head += ["from vllm_omni_patch import startup", "startup.activate()", "startup.activate()"]
+            head += ["import vllm_omni_patch", "vllm_omni_patch.activate()", "vllm_omni_patch.activate()"]
         else:
             head += ["import os", f"def arm(): os.environ['VLLM_OMNI_PATCH'] = {flag!r}"]
         text = "\n".join([*head, *(textwrap.dedent(piece) for piece in code)])

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"vllm_omni_patch.pth", "vllm_omni_patch.start"}
-ARMED = "import sys; print(any(type(f).__module__ == 'vllm_omni_patch.startup' for f in sys.meta_path))"
+ARMED = "import sys; print(any(type(f).__module__ == 'vllm_omni_patch' for f in sys.meta_path))"
 
 
 def run(*words: object, cwd: Path | None = None, **env: str) -> str:

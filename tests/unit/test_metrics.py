@@ -127,7 +127,7 @@ def test_states_are_shown_once_and_waiting_only_where_nobody_settled() -> None:
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_a_childs_numbers_are_on_its_parents_page(house: House, tmp_path: Path, multiprocess: bool) -> None:
     env = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} if multiprocess else {}
-    house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
+    house.write("sitecustomize.py", "import vllm_omni_patch; vllm_omni_patch.activate()\n")
     done = house.run(
         SERVER,
         """
@@ -168,7 +168,7 @@ def test_a_registry_that_is_made_for_each_scrape_has_ours_too(house: House, tmp_
 
 
 def test_the_info_row_and_a_living_childs_gauge_are_there(house: House) -> None:
-    house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
+    house.write("sitecustomize.py", "import vllm_omni_patch; vllm_omni_patch.activate()\n")
     done = house.run(
         SERVER,
         """
@@ -252,8 +252,8 @@ def test_a_child_that_made_the_folder_removes_it(house: House, tmp_path: Path) -
         """
         import os
         def child(pipe):
-            from vllm_omni_patch import startup
-            startup.activate()
+            import vllm_omni_patch
+            vllm_omni_patch.activate()
             import vllm
             pipe.send(os.environ["VLLM_OMNI_PATCH_RUN_DIR"])
     """,

@@ -437,7 +437,7 @@ def run_process(folder: Path, source: str, path: str, version: str | None, flag:
     if flag is not None:
         environ["VLLM_OMNI_PATCH"] = flag
     # What the startup file does when it is installed; with it installed, this is the second call, which is harmless.
-    script = "from vllm_omni_patch import startup; startup.activate()\n" + script
+    script = "import vllm_omni_patch; vllm_omni_patch.activate()\n" + script
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environ, timeout=120, check=False
     )

@@ -103,7 +103,7 @@ def test_the_flag_off_leaves_no_line_and_no_file(house: House) -> None:
 
 def test_a_ledger_holds_states_and_no_arguments(house: House) -> None:
     house.write("serve.py", "import vllm.worker, vllm.plugins\nvllm.plugins.load_general_plugins()\n")
-    house.write("sitecustomize.py", "from vllm_omni_patch import startup; startup.activate()\n")
+    house.write("sitecustomize.py", "import vllm_omni_patch; vllm_omni_patch.activate()\n")
     subprocess.run(
         [sys.executable, "serve.py", "--api-key", "secret"],
         env=house.environment("probe", VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports)),
