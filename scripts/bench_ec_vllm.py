@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hit costs a request, through a real vLLM: no cache, vLLM's example connector, LMCache's own engine, ours.
+"""What a hit costs a request, through a real vLLM: no cache, vLLM's connectors, LMCache's own engine, ours.
 
     python scripts/bench_ec_vllm.py [--images 20] [--rounds 3]
 
@@ -13,12 +13,14 @@ the same machine. Printed are medians of a request's time in ms and their ratio 
 
 LMCache's engine sits behind the thinnest class that makes it a connector, with its storage on ``fs://``. Its engine
 ends at the first hit after a restart (it never reads a backend), so its first column is what happened then.
+``ECCPUConnector`` needs vLLM's V2 model runner; where that does not start on this machine, its row says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -35,6 +37,7 @@ import tiny_model
 ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]
 BASELINE = "ECExampleConnector"
 UPSTREAM = "LMCache's engine"
+OFFLOAD = "ECCPUConnector"
 THIN = """
 from lmcache.integration.vllm.vllm_ec_adapter import LMCacheECConnectorImpl
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -76,6 +79,7 @@ class Variant:
         self.ec: Mapping[str, Any] | None = None
         self.env: dict[str, str] = {}
         self.survives = False
+        self.why_not = ""  # why it could not be started
 
     def boot(self, model: str) -> engine_process.Server:
         return engine_process.Server(
@@ -92,6 +96,13 @@ def variants(folder: str) -> list[Variant]:
         "ec_connector_extra_config": {"shared_storage_path": os.path.join(example.folder, "store")},
     }
     example.survives = True
+    offload = Variant(OFFLOAD, folder)
+    offload.ec = {
+        "ec_connector": OFFLOAD,
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"ec_cpu_bytes": 1 << 29},
+    }
+    offload.env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     upstream = Variant(UPSTREAM, folder)
     upstream.ec = {
         "ec_connector": "ThinLMCacheConnector",
@@ -113,7 +124,7 @@ def variants(folder: str) -> list[Variant]:
     disk.env = {"LMCACHE_EC_LOCAL_DISK": os.path.join(disk.folder, "store")}
     memory = Variant("ours, memory", folder)
     memory.flag, memory.ec = "ec_connector", ours
-    return [none, example, upstream, disk, memory]
+    return [none, example, offload, upstream, disk, memory]
 
 
 def main() -> int:
@@ -132,14 +143,23 @@ def main() -> int:
                 for seed in images:
                     check(server.image(seed), server)
                 time.sleep(1)
-    running = [(variant, variant.boot(model)) for variant in every]
+    running: list[tuple[Variant, engine_process.Server]] = []
     try:
-        for _, server in running:
-            for seed in (1, 2, 3, 4):
-                check(server.image(seed), server)
+        for variant in every:
+            try:
+                server = variant.boot(model)
+                running.append((variant, server))
+                for seed in (1, 2, 3, 4):
+                    check(server.image(seed), server)
+            except RuntimeError as error:
+                if variant.name != OFFLOAD:
+                    raise
+                variant.why_not = last_error(str(error))
+                if running and running[-1][0] is variant:
+                    running.pop()[1].group.kill()
         first = ask([r for r in running if r[0].survives or r[0].ec is None], images)
         ask(running, images)
-        steady: dict[str, list[float]] = {variant.name: [] for variant in every}
+        steady: dict[str, list[float]] = {variant.name: [] for variant, _ in running}
         before = {variant.name: processor_seconds(server) for variant, server in running}
         for _ in range(options.rounds):
             for name, times in ask(running, images).items():
@@ -156,6 +176,12 @@ def main() -> int:
     report(every, first, steady, spent, served, died)
     shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that names an exception."""
+    named = re.findall(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+)", log)
+    return named[-1].strip()[:160] if named else "no reason in its log"
 
 
 def check(answer: engine_process.Answer, server: engine_process.Server) -> float:
@@ -207,6 +233,9 @@ def report(
 ) -> None:
     print(f"{'':22}{'after restart':>28}{'steady':>28}{'CPU':>16}   (median ms, ratio to {BASELINE}, n)")
     for variant in every:
+        if variant.why_not:
+            print(f"{variant.name:22}  not started here: {variant.why_not}")
+            continue
         columns = [column(times, variant.name) for times in (first, steady)]
         if variant.name == UPSTREAM:
             columns[0] = f"{died:>28}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vllm_omni_patch.patches.model_local_kv.collect import Entry
 from vllm_omni_patch.patches.model_local_kv.observe import Origin, Peak
@@ -130,17 +130,24 @@ def _declared(owner: str, names: tuple[str, ...], entries: list[Entry], peak: Pe
         declared_peak=declared,
         storage_peak=storage,
         bytes_per_row=per_row,
-        observed_peak=peak.storage_bytes,
-        observed_view=peak.view_bytes,
-        observed_row=peak.row_bytes,
-        observed_row_storage=peak.row_storage_bytes,
         rows_declared=rows,
-        rows_seen=peak.rows,
-        live=peak.live_bytes,
-        created=peak.created,
-        sites=tuple(sorted(peak.sites)),
         text=text,
+        **_observed(peak),
     )
+
+
+def _observed(peak: Peak) -> dict[str, Any]:
+    """The columns of a row that were seen."""
+    return {
+        "observed_peak": peak.storage_bytes,
+        "observed_view": peak.view_bytes,
+        "observed_row": peak.row_bytes,
+        "observed_row_storage": peak.row_storage_bytes,
+        "rows_seen": peak.rows,
+        "live": peak.live_bytes,
+        "created": peak.created,
+        "sites": tuple(sorted(peak.sites)),
+    }
 
 
 def _judge(
@@ -179,16 +186,9 @@ def _undeclared(group: Group, peak: Peak) -> Row | None:
         declared_peak=None,
         storage_peak=None,
         bytes_per_row=None,
-        observed_peak=peak.storage_bytes,
-        observed_view=peak.view_bytes,
-        observed_row=peak.row_bytes,
-        observed_row_storage=peak.row_storage_bytes,
         rows_declared=None,
-        rows_seen=peak.rows,
-        live=peak.live_bytes,
-        created=peak.created,
-        sites=tuple(sorted(peak.sites)),
         text=f"{kinds} made at {group.site}{blind}",
+        **_observed(peak),
     )
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the cache owners of an installed vLLM-Omni with small widths, and measure the caches they really hold.
 
+Importing this skips the test module where vLLM-Omni is not installed.
+
 The widths that a cache does not see (feed-forward, vocabulary, codebooks) are shrunk; layers, heads, head size, dtype
 and length are the published ones, so that the bytes are the ones of a deployment.
 """
@@ -22,6 +24,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+
+if importlib.util.find_spec("vllm_omni") is None:
+    pytest.skip(
+        "vLLM-Omni is not installed; scripts/check_families.py makes an environment for it", allow_module_level=True
+    )
 import torch
 from vllm_omni_patch.patches.model_local_kv import PATCH
 from vllm_omni_patch.patches.model_local_kv.collect import Collection, Entry, collect

@@ -6,7 +6,6 @@ Needs vLLM-Omni beside its vLLM: ``scripts/check_families.py`` makes the environ
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,6 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("vllm_omni") is None:
-    pytest.skip(
-        "vLLM-Omni is not installed; scripts/check_families.py makes an environment for it", allow_module_level=True
-    )
 torch = pytest.importorskip("torch")
 
 import omni_caches as omni  # noqa: E402

@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("vllm_omni") is None:
-    pytest.skip(
-        "vLLM-Omni is not installed; scripts/check_families.py makes an environment for it", allow_module_level=True
-    )
 torch = pytest.importorskip("torch")
 
 import omni_caches as omni  # noqa: E402

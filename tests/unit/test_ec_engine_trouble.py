@@ -160,8 +160,8 @@ def test_pool_is_bounded_and_given_back(build: Any, tmp_path: Path) -> None:
     assert engine.stats.reasons() == {"too large": 1}
 
 
-def test_a_full_queue_drops_and_counts(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build(queue_entries=2)
+def writer_at_a_gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every write of the store waits until the event is set."""
     gate = threading.Event()
     real = store_module.FileStore.write
 
@@ -170,6 +170,12 @@ def test_a_full_queue_drops_and_counts(build: Any, monkeypatch: pytest.MonkeyPat
         return real(self, *args, **options)
 
     monkeypatch.setattr(store_module.FileStore, "write", slow)
+    return gate
+
+
+def test_a_full_queue_drops_and_counts(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(queue_entries=2)
+    gate = writer_at_a_gate(monkeypatch)
     results = [engine.put(str(index), output(4, 4)) for index in range(10)]
     gate.set()
     assert engine.flush(5)
@@ -181,14 +187,7 @@ def test_a_full_queue_drops_and_counts(build: Any, monkeypatch: pytest.MonkeyPat
 
 def test_staging_full_drops_and_comes_back(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build(staging_bytes=MIB)
-    gate = threading.Event()
-    real = store_module.FileStore.write
-
-    def slow(self: Any, *args: Any, **options: Any) -> Any:
-        gate.wait(10)
-        return real(self, *args, **options)
-
-    monkeypatch.setattr(store_module.FileStore, "write", slow)
+    gate = writer_at_a_gate(monkeypatch)
     results = [engine.put(str(index), output(150, 1024, seed=index)) for index in range(6)]
     assert results == [True, True, True, False, False, False]
     gate.set()

@@ -14,15 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    inert,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -43,11 +36,11 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(encoder: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(encoder: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """The cache of a full view, and the one of the crops of an image."""
     config = encoder.model.model.config
     if getattr(config, "use_cache", True) is False:
-        inert("image_view", "config.use_cache is off")
+        specs.inert("image_view", "config.use_cache is off")
         return []
     crops = getattr(sys.modules.get("vllm.transformers_utils.processors.deepseek_ocr"), "MAX_CROPS", None)
     views = (
@@ -60,18 +53,18 @@ def declare(encoder: Any) -> Sequence[ModelLocalKVSpec]:
         ),
     )
     return [
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             config,
             name=name,
             physical_capacity_positions=2 * int(queries.weight.shape[0]),
             capacity_source=f"{int(queries.weight.shape[0])} image positions and as many queries",
             dtype=parameter_dtype(encoder),
-            scope=ModelLocalKVScope.INVOCATION,
-            rows=RowDriver.FIXED,
+            scope=specs.ModelLocalKVScope.INVOCATION,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=rows,
             rows_reason=why,
             allocation_note="the full view and the crops follow each other: the larger entry is the peak, not the sum",
-            residency=Residency.PROFILED,
+            residency=specs.Residency.PROFILED,
         )
         for name, queries, rows, why in views
     ]

@@ -18,15 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    inert,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -38,7 +31,7 @@ TARGETS = (
         "fish_speech.fish_speech_fast_ar",
         "FishSpeechFastAR",
         contract=_CONTRACT,
-        note="per-frame codebook buffers; inert before 0.22",
+        note="per-frame codebook buffers; specs.inert before 0.22",
     ),
     owner_target(
         "fast_ar",
@@ -57,25 +50,25 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(model: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(model: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """Both buffers as one entry, at the width they reach when every sequence decodes at once."""
     if not hasattr(model, "_k_cache"):
-        inert(_NAME, "this release keeps no keys and values between the codebooks of a frame")
+        specs.inert(_NAME, "this release keeps no keys and values between the codebooks of a frame")
         return []
     positions = int(model._num_codebooks) + 1
     keys = model._k_cache
     made = "not made yet" if keys is None else f"made for {int(keys.shape[1])} rows so far"
     return [
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             model.config,
             name=_NAME,
             physical_capacity_positions=positions,
             capacity_source=f"num_codebooks({positions - 1}) + 1",
             dtype=parameter_dtype(model) if keys is None else keys.dtype,
-            scope=ModelLocalKVScope.MODEL,
-            rows=RowDriver.MAX_NUM_SEQS,
+            scope=specs.ModelLocalKVScope.MODEL,
+            rows=specs.RowDriver.MAX_NUM_SEQS,
             allocation_note=f"as wide as the largest batch seen, never smaller again; {made}",
             cache="plain",
-            residency=Residency.UNKNOWN,
+            residency=specs.Residency.UNKNOWN,
         )
     ]

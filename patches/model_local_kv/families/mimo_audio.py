@@ -25,16 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    engine_config,
-    inert,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -66,12 +58,12 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(model: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(model: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """Caches of both local transformers: one entry per eager call, one per set of captured buckets."""
     return [*_local(model), *_input_local(model)]
 
 
-def _local(model: Any) -> list[ModelLocalKVSpec]:
+def _local(model: Any) -> list[specs.ModelLocalKVSpec]:
     steps = model.group_size + max(model.delay_pattern)
     common: dict[str, Any] = {
         "physical_capacity_positions": steps,
@@ -80,48 +72,51 @@ def _local(model: Any) -> list[ModelLocalKVSpec]:
         # Built as DynamicCache() without a config: every layer is a full one, whatever layer_types says.
         "cache": "plain",
     }
-    specs = [
-        spec_from_hf_config(
+    entries = [
+        specs.spec_from_hf_config(
             model.local_config,
             name="local_transformer",
-            scope=ModelLocalKVScope.INVOCATION,
-            rows=RowDriver.MAX_NUM_SEQS,
+            scope=specs.ModelLocalKVScope.INVOCATION,
+            rows=specs.RowDriver.MAX_NUM_SEQS,
             allocation_note="one cache as wide as the call's requests; a call that replays a captured bucket has none",
-            residency=Residency.LATER,
+            residency=specs.Residency.LATER,
             **common,
         )
     ]
-    return [*specs, *_graph_pool(model, "local_transformer", model.local_config, model.local_forward_cg_by_bs, common)]
+    return [
+        *entries,
+        *_graph_pool(model, "local_transformer", model.local_config, model.local_forward_cg_by_bs, common),
+    ]
 
 
-def _input_local(model: Any) -> list[ModelLocalKVSpec]:
+def _input_local(model: Any) -> list[specs.ModelLocalKVSpec]:
     transformer = model.input_local_transformer
     if getattr(transformer.config, "use_cache", True) is False:
-        inert("input_local_transformer", "config.use_cache is off")
+        specs.inert("input_local_transformer", "config.use_cache is off")
         return []
     common: dict[str, Any] = {
         "physical_capacity_positions": model.group_size,
         "capacity_source": f"group_size({model.group_size})",
         "dtype": parameter_dtype(transformer),
     }
-    groups = getattr(getattr(engine_config(), "scheduler_config", None), "max_num_batched_tokens", None)
+    groups = getattr(getattr(specs.engine_config(), "scheduler_config", None), "max_num_batched_tokens", None)
     if groups is None:
-        rows: dict[str, Any] = {"rows": RowDriver.MAX_NUM_SEQS}
+        rows: dict[str, Any] = {"rows": specs.RowDriver.MAX_NUM_SEQS}
         note = "one row per request in decode; prefill has one per audio group, whose number is not visible here"
     else:
         rows = {
-            "rows": RowDriver.FIXED,
+            "rows": specs.RowDriver.FIXED,
             "rows_fixed": int(groups),
             "rows_reason": f"one per position of an encoded prompt: at most max_num_batched_tokens={int(groups)}",
         }
         note = "built by transformers because use_cache defaults to on; profiling encodes a short clip only"
-    specs = [
-        spec_from_hf_config(
+    entries = [
+        specs.spec_from_hf_config(
             model.input_local_config,
             name="input_local_transformer",
-            scope=ModelLocalKVScope.INVOCATION,
+            scope=specs.ModelLocalKVScope.INVOCATION,
             allocation_note=note,
-            residency=Residency.LATER,
+            residency=specs.Residency.LATER,
             longest_update=model.group_size,
             **rows,
             **common,
@@ -129,30 +124,30 @@ def _input_local(model: Any) -> list[ModelLocalKVSpec]:
     ]
     captured = model.input_local_transformer_cg_by_bs
     return [
-        *specs,
+        *entries,
         *_graph_pool(model, "input_local_transformer", model.input_local_config, captured, common),
     ]
 
 
 def _graph_pool(
     model: Any, name: str, config: Any, captured: dict[int, Any], common: dict[str, Any]
-) -> list[ModelLocalKVSpec]:
+) -> list[specs.ModelLocalKVSpec]:
     """The captured buckets. Their rows come from the captures that worked, not from the list of sizes."""
     if not captured:
         return []
     sizes = sorted(captured)
     shared, pool = _pool(next(iter(captured.values())))
     return [
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             config,
             name=f"{name}_graph_pool",
-            scope=ModelLocalKVScope.MODEL,
-            rows=RowDriver.FIXED,
+            scope=specs.ModelLocalKVScope.MODEL,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=sum(sizes),
             rows_reason=f"sum of captured buckets {sizes}",
             allocation_note=f"{pool}; captured under enforce_eager too"
             + (f"; resident between {sizes[-1]} and {sum(sizes)} rows" if shared else ""),
-            residency=Residency.GRAPH_POOL,
+            residency=specs.Residency.GRAPH_POOL,
             **common,
         )
     ]

@@ -22,15 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    inert,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -63,16 +56,16 @@ def install_talker(hook: Hook) -> Undo:
     return attach(hook, declare_talker)
 
 
-def declare_talker(talker: Any) -> Sequence[ModelLocalKVSpec]:
+def declare_talker(talker: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """What the talker's generator holds."""
     generator = talker.audio_generator
     if generator is None:
-        inert("talker_llm_static_cache", "the talker has no audio generator")
+        specs.inert("talker_llm_static_cache", "the talker has no audio generator")
         return []
     return declare(generator)
 
 
-def declare(generator: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(generator: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """The static cache of the talker's language model."""
     dtype = parameter_dtype(generator._model)
     length = getattr(generator, "_STATIC_CACHE_LEN", None)
@@ -80,18 +73,18 @@ def declare(generator: Any) -> Sequence[ModelLocalKVSpec]:
         # Returns (None, length) without building a cache.
         _, length = generator._init_kv_cache(False, "meta", dtype)
     return [
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             generator._llm_config,
             name="talker_llm_static_cache",
             physical_capacity_positions=int(length),
             capacity_source=f"max_cache_len={int(length)} of _init_kv_cache",
             dtype=dtype,
-            scope=ModelLocalKVScope.INVOCATION,
-            rows=RowDriver.FIXED,
+            scope=specs.ModelLocalKVScope.INVOCATION,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=1,
             rows_reason="forward() takes the first request and runs its whole decode loop before it returns",
             allocation_note="each layer is allocated whole by its first write; made anew for every segment of text",
             cache="static",
-            residency=Residency.LATER,
+            residency=specs.Residency.LATER,
         )
     ]

@@ -26,16 +26,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    engine_config,
-    inert,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -49,7 +41,7 @@ TARGETS = (
             class_attributes=("layers",),
             module_attributes=("MiniCPMO45OmniLLMForConditionalGeneration",),
         ),
-        note="one encoder cache per duplex session; inert before 0.28 and in turn mode",
+        note="one encoder cache per duplex session; specs.inert before 0.28 and in turn mode",
     ),
 )
 
@@ -62,16 +54,16 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(encoder: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(encoder: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """The self-attention cache of one session, times the sessions; empty where no session keeps one."""
     reason = _never_kept(encoder)
     if reason:
-        inert(_NAME, reason)
+        specs.inert(_NAME, reason)
         return []
-    model_config = getattr(engine_config(), "model_config", None)
+    model_config = getattr(specs.engine_config(), "model_config", None)
     mode = getattr(model_config, "session_mode", None)
     if mode is not None and mode != "duplex":
-        inert(_NAME, f"model_config.session_mode is {mode!r}: only duplex sessions stream audio")
+        specs.inert(_NAME, f"model_config.session_mode is {mode!r}: only duplex sessions stream audio")
         return []
     sessions = getattr(model_config, "duplex_max_sessions", None) if mode == "duplex" else None
     if sessions is None:
@@ -81,7 +73,7 @@ def declare(encoder: Any) -> Sequence[ModelLocalKVSpec]:
         rows, why, note = int(sessions), f"model_config.duplex_max_sessions={int(sessions)}, batch size 1 each", None
     config = encoder.config
     return [
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             config,
             name=_NAME,
             layers=len(encoder.layers),
@@ -90,14 +82,14 @@ def declare(encoder: Any) -> Sequence[ModelLocalKVSpec]:
             physical_capacity_positions=int(encoder.embed_positions.weight.shape[0]),
             capacity_source="embed_positions rows (max_source_positions)",
             dtype=encoder.conv1.weight.dtype,
-            scope=ModelLocalKVScope.SESSION,
-            rows=RowDriver.FIXED,
+            scope=specs.ModelLocalKVScope.SESSION,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=rows,
             rows_reason=why,
             allocation_note=note,
             # DynamicCache() without a config.
             cache="plain",
-            residency=Residency.LATER,
+            residency=specs.Residency.LATER,
         )
     ]
 

@@ -23,15 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    engine_config,
-    inert,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -55,22 +48,22 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(codec: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(codec: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """One entry per ring shape of the decoder, over all attentions of that shape."""
     attentions = [module for module in codec.decoder.modules() if _is_attention(module)]
     if not attentions:
-        inert(_NAME, "the decoder of this release keeps no streaming state")
+        specs.inert(_NAME, "the decoder of this release keeps no streaming state")
         return []
     live = any(module._streaming_state is not None for module in attentions)
-    if not live and getattr(getattr(engine_config(), "model_config", None), "async_chunk", None) is False:
-        inert(_NAME, "model_config.async_chunk is off: the decoder runs whole utterances and keeps nothing")
+    if not live and getattr(getattr(specs.engine_config(), "model_config", None), "async_chunk", None) is False:
+        specs.inert(_NAME, "model_config.async_chunk is off: the decoder runs whole utterances and keeps nothing")
         return []
     shapes: dict[tuple[int, int, int, int, Any], int] = {}
     for module in attentions:
         shape = _ring(module)
         shapes[shape] = shapes.get(shape, 0) + 1
     return [
-        ModelLocalKVSpec(
+        specs.ModelLocalKVSpec(
             name=f"{_NAME}_{context}",
             layers=layers,
             kv_heads=heads,
@@ -78,7 +71,7 @@ def declare(codec: Any) -> Sequence[ModelLocalKVSpec]:
             dtype=dtype,
             physical_capacity_positions=context,
             capacity_source=f"context of {context} positions at this stage's resolution",
-            scope=ModelLocalKVScope.MODEL,
+            scope=specs.ModelLocalKVScope.MODEL,
             storage_positions=context,
             **(_live_rows(slots) if slots else _coming_rows()),
         )
@@ -114,16 +107,16 @@ def _ring_dtype(attention: Any) -> Any:
 
 def _live_rows(slots: int) -> dict[str, Any]:
     return {
-        "rows": RowDriver.FIXED,
+        "rows": specs.RowDriver.FIXED,
         "rows_fixed": slots,
         "rows_reason": f"the pool has {slots} slots, those for graph padding included",
-        "residency": Residency.AT_LOAD,
+        "residency": specs.Residency.AT_LOAD,
     }
 
 
 def _coming_rows() -> dict[str, Any]:
     return {
-        "rows": RowDriver.MAX_NUM_SEQS,
+        "rows": specs.RowDriver.MAX_NUM_SEQS,
         "allocation_note": "made whole by the first streaming request; graphs add slots for padding",
-        "residency": Residency.LATER,
+        "residency": specs.Residency.LATER,
     }

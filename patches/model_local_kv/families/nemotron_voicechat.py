@@ -22,14 +22,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -52,7 +46,7 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(talker: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(talker: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """One entry per bucket of the captured steps; empty where sessions decode eagerly."""
     graph = getattr(talker, "_step_graph", None)
     if graph is not None:
@@ -67,21 +61,23 @@ def declare(talker: Any) -> Sequence[ModelLocalKVSpec]:
     return []
 
 
-def _buckets(name: str, talker: Any, dtype: Any, sizes: Iterable[int], rows: int, why: str) -> list[ModelLocalKVSpec]:
+def _buckets(
+    name: str, talker: Any, dtype: Any, sizes: Iterable[int], rows: int, why: str
+) -> list[specs.ModelLocalKVSpec]:
     return [
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             talker.tts.tts_model.backbone.config,
             name=f"{name}_{int(size)}",
             physical_capacity_positions=int(size),
             capacity_source=f"bucket of {int(size)} positions",
             dtype=dtype,
-            scope=ModelLocalKVScope.MODEL,
-            rows=RowDriver.FIXED,
+            scope=specs.ModelLocalKVScope.MODEL,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=rows,
             rows_reason=why,
             allocation_note="made when a session first needs this length, and kept",
             cache="static",
-            residency=Residency.LATER,
+            residency=specs.Residency.LATER,
         )
         for size in sizes
     ]

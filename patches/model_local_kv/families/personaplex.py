@@ -18,13 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -44,15 +39,15 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(transformer: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(transformer: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """The ring of one codec transformer."""
     rings = transformer._kv
-    rows, residency, note = 1, Residency.LATER, "made when the slot is first used"
+    rows, residency, note = 1, specs.Residency.LATER, "made when the slot is first used"
     if rings:
-        rows, residency, note = int(rings[0].cache.shape[1]), Residency.AT_LOAD, "made already"
+        rows, residency, note = int(rings[0].cache.shape[1]), specs.Residency.AT_LOAD, "made already"
     layer = transformer.layers[0]
     return [
-        ModelLocalKVSpec(
+        specs.ModelLocalKVSpec(
             name="mimi_ring",
             layers=len(transformer.layers),
             kv_heads=int(layer.num_heads),
@@ -60,8 +55,8 @@ def declare(transformer: Any) -> Sequence[ModelLocalKVSpec]:
             dtype=parameter_dtype(transformer),
             physical_capacity_positions=int(transformer.context),
             capacity_source=f"context({int(transformer.context)})",
-            scope=ModelLocalKVScope.SESSION,
-            rows=RowDriver.FIXED,
+            scope=specs.ModelLocalKVScope.SESSION,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=rows,
             rows_reason="one codec per session slot, streaming_init with one row",
             allocation_note=note,

@@ -26,16 +26,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm_omni_patch.patches.model_local_kv import specs
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
-from vllm_omni_patch.patches.model_local_kv.specs import (
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    Residency,
-    RowDriver,
-    engine_config,
-    inert,
-    spec_from_hf_config,
-)
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
 
@@ -45,7 +37,7 @@ TARGETS = (
         "qwen3_tts.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2",
         "Qwen3TTSTokenizerV2Decoder",
         contract=Contract(base_methods=("forward",), class_attributes=("pre_transformer",)),
-        note="codec decoder: per-request cache, working copies, captured graphs; inert before 0.28",
+        note="codec decoder: per-request cache, working copies, captured graphs; specs.inert before 0.28",
     ),
 )
 
@@ -57,19 +49,19 @@ def install(hook: Hook) -> Undo:
     return attach(hook, declare)
 
 
-def declare(decoder: Any) -> Sequence[ModelLocalKVSpec]:
+def declare(decoder: Any) -> Sequence[specs.ModelLocalKVSpec]:
     """Caches of the codec decoder; empty in stateless mode and where the release's decoder is stateless."""
     if not hasattr(decoder, "decode_suffix"):
-        inert(_NAME, "the decoder of this release is stateless: it never asks its transformer for a cache")
+        specs.inert(_NAME, "the decoder of this release is stateless: it never asks its transformer for a cache")
         return []
     window = getattr(decoder.config, "sliding_window", None)
     if not window or window < 2:
-        inert(_NAME, f"sliding_window={window!r}: the streaming decode needs a window")
+        specs.inert(_NAME, f"sliding_window={window!r}: the streaming decode needs a window")
         return []
     wrapper = decoder._cudagraph_wrapper
     active, how = _async_chunk(wrapper)
     if active is False:
-        inert(_NAME, f"{how} is off: stateless decoding asks for no cache")
+        specs.inert(_NAME, f"{how} is off: stateless decoding asks for no cache")
         return []
     note = "" if active else f"{how}; held only when it is on"
     return [*_per_request(decoder, wrapper, window, note), *_graph_pool(decoder, wrapper, window)]
@@ -77,7 +69,7 @@ def declare(decoder: Any) -> Sequence[ModelLocalKVSpec]:
 
 def _async_chunk(wrapper: Any) -> tuple[bool | None, str]:
     """Whether streaming is on (``None``: not visible), and where that was read."""
-    engine = engine_config()
+    engine = specs.engine_config()
     setting = getattr(getattr(engine, "model_config", None), "async_chunk", None)
     if setting is not None:
         return bool(setting), "model_config.async_chunk"
@@ -86,7 +78,7 @@ def _async_chunk(wrapper: Any) -> tuple[bool | None, str]:
     return None, "model_config.async_chunk is not visible from the decoder"
 
 
-def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[ModelLocalKVSpec]:
+def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[specs.ModelLocalKVSpec]:
     """The kept cache and what one decode call adds to it."""
     chunk = int(getattr(decoder, "_incremental_chunk_frames", 25))
     # A call runs over what it kept of the suffix (at most a window) and over the new frames.
@@ -95,14 +87,14 @@ def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[M
         "physical_capacity_positions": window - 1,
         "capacity_source": f"sliding_window({window}) - 1",
         "dtype": parameter_dtype(decoder),
-        "residency": Residency.LATER,
+        "residency": specs.Residency.LATER,
     }
     prefix = _prefix_frames()
-    kept = spec_from_hf_config(
+    kept = specs.spec_from_hf_config(
         decoder.config,
         name=f"{_NAME}_request",
-        scope=ModelLocalKVScope.REQUEST,
-        rows=RowDriver.MAX_NUM_SEQS,
+        scope=specs.ModelLocalKVScope.REQUEST,
+        rows=specs.RowDriver.MAX_NUM_SEQS,
         allocation_note=_note(
             "kept from chunk to chunk of a request with a reference; a request without reference audio keeps 0 bytes",
             _parked(),
@@ -116,10 +108,10 @@ def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[M
             storage_positions=max(window - 1, prefix),
             storage_reason=f"the window is a view of a reference of up to {prefix} frames",
         )
-    working: dict[str, Any] = {"scope": ModelLocalKVScope.INVOCATION, **common}
+    working: dict[str, Any] = {"scope": specs.ModelLocalKVScope.INVOCATION, **common}
     if wrapper is not None:
         working.update(
-            rows=RowDriver.FIXED,
+            rows=specs.RowDriver.FIXED,
             rows_fixed=1,
             rows_reason="with graphs only a fallback decodes eagerly, one request at a time; replays use the captures",
         )
@@ -127,9 +119,9 @@ def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[M
     else:
         working.update(_call_rows())
         note = "deep copy of the joined batch for one call"
-    specs = [
+    entries = [
         kept,
-        spec_from_hf_config(
+        specs.spec_from_hf_config(
             decoder.config,
             name=f"{_NAME}_working_copy",
             longest_update=longest,
@@ -138,17 +130,17 @@ def _per_request(decoder: Any, wrapper: Any, window: int, unsure: str) -> list[M
         ),
     ]
     if wrapper is None:
-        joined = spec_from_hf_config(
+        joined = specs.spec_from_hf_config(
             decoder.config,
             name=f"{_NAME}_batch_copy",
             allocation_note=_note("kept caches of a call's requests, concatenated; lives beside both others", unsure),
             **working,
         )
-        specs.append(replace(joined, storage_positions=window - 1, storage_reason="concatenated from the views"))
-    return specs
+        entries.append(replace(joined, storage_positions=window - 1, storage_reason="concatenated from the views"))
+    return entries
 
 
-def _graph_pool(decoder: Any, wrapper: Any, window: int) -> list[ModelLocalKVSpec]:
+def _graph_pool(decoder: Any, wrapper: Any, window: int) -> list[specs.ModelLocalKVSpec]:
     """Caches that captures keep for replay, counted from the live objects: a capture that failed left none."""
     if wrapper is None:
         return []
@@ -164,18 +156,18 @@ def _graph_pool(decoder: Any, wrapper: Any, window: int) -> list[ModelLocalKVSpe
             captures += 1
     if not rows:
         return []
-    pool = spec_from_hf_config(
+    pool = specs.spec_from_hf_config(
         decoder.config,
         name=f"{_NAME}_graph_pool",
         physical_capacity_positions=window - 1,
         capacity_source=f"sliding_window({window}) - 1",
         dtype=parameter_dtype(decoder),
-        scope=ModelLocalKVScope.MODEL,
-        rows=RowDriver.FIXED,
+        scope=specs.ModelLocalKVScope.MODEL,
+        rows=specs.RowDriver.FIXED,
         rows_fixed=rows,
         rows_reason=f"batch rows of the {captures} captured caches that hold KV; {empty} more hold none",
         allocation_note="kept by reference for replay; captures without reference audio start from an empty cache",
-        residency=Residency.AT_LOAD,
+        residency=specs.Residency.AT_LOAD,
     )
     # A capture's cache is filled by one update of a whole window, of which the layer keeps a view.
     return [replace(pool, storage_positions=window, storage_reason=f"the view pins the captured {window} frames")]
@@ -183,15 +175,15 @@ def _graph_pool(decoder: Any, wrapper: Any, window: int) -> list[ModelLocalKVSpe
 
 def _call_rows() -> dict[str, Any]:
     """Rows of one eager decode call: ``decode_batch_max_size`` of the connector where set, else every request."""
-    engine = engine_config()
+    engine = specs.engine_config()
     size = _connector().get("decode_batch_max_size")
     if not size:
-        return {"rows": RowDriver.MAX_NUM_SEQS}
+        return {"rows": specs.RowDriver.MAX_NUM_SEQS}
     sequences = getattr(getattr(engine, "scheduler_config", None), "max_num_seqs", None)
     rows, why = int(size), f"decode_batch_max_size={int(size)}"
     if sequences is not None and int(sequences) < rows:
         rows, why = int(sequences), f"max_num_seqs={int(sequences)}, below {why}"
-    return {"rows": RowDriver.FIXED, "rows_fixed": rows, "rows_reason": why}
+    return {"rows": specs.RowDriver.FIXED, "rows_fixed": rows, "rows_reason": why}
 
 
 def _prefix_frames() -> int | None:
@@ -206,14 +198,14 @@ def _prefix_frames() -> int | None:
 
 def _connector() -> dict[str, Any]:
     """The stage connector's extra settings; empty when unknown."""
-    config = getattr(getattr(engine_config(), "model_config", None), "stage_connector_config", None)
+    config = getattr(getattr(specs.engine_config(), "model_config", None), "stage_connector_config", None)
     extra = config.get("extra", config) if isinstance(config, dict) else getattr(config, "extra", None)
     return extra if isinstance(extra, dict) else {}
 
 
 def _parked() -> str:
     """The scheduler of 0.28 and 0.30 admits others while a request waits for its next chunk, unless told otherwise."""
-    model_config = getattr(engine_config(), "model_config", None)
+    model_config = getattr(specs.engine_config(), "model_config", None)
     if getattr(model_config, "retains_state_across_chunks", None) is not False:
         return ""
     return (
