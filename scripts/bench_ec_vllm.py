@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a hit costs a request, through a real vLLM: no cache, vLLM's connectors, LMCache's own engine, ours.
 
-    python scripts/bench_ec_vllm.py [--images 20] [--rounds 3]
+    python scripts/bench_ec_vllm.py [--images 20] [--rounds 6]
 
-All engines of the comparison run at the same time and are asked in turn, so that each ratio compares requests that met
-the same machine. Printed are medians of a request's time in ms and their ratio to vLLM's ``ECExampleConnector``:
+All engines of the comparison run at the same time and are asked in turn, in blocks of 20 images whose order changes
+from round to round. Before each block comes a pause: a vLLM worker spins for a second after its last step, and on few
+cores the engines would otherwise measure each other's spinning. Printed are medians of a request's time in ms and
+their ratio to vLLM's ``ECExampleConnector``:
 
 * ``after restart``: images that were stored by an engine that has ended, each asked once;
 * ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here;
-* ``CPU``: processor time of all processes of the engine per steady request. It holds what they spin while the others
-  are asked, the same for all, so only differences mean anything.
+* ``CPU``: processor time of all processes of the engine per steady request, with what its worker spins after a block.
 
 LMCache's engine sits behind the thinnest class that makes it a connector, with its storage on ``fs://``. Its engine
 ends at the first hit after a restart (it never reads a backend), so its first column is what happened then.
@@ -38,6 +39,7 @@ ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]
 BASELINE = "ECExampleConnector"
 UPSTREAM = "LMCache's engine"
 OFFLOAD = "ECCPUConnector"
+REST_SECONDS = 1.5  # longer than a worker spins after its last step
 THIN = """
 from lmcache.integration.vllm.vllm_ec_adapter import LMCacheECConnectorImpl
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -66,6 +68,9 @@ class ThinLMCacheConnector(ECConnectorBase):
     def shutdown(self):
         self._impl.close()
 """
+
+
+Times = dict[str, list[float]]
 
 
 class Variant:
@@ -130,7 +135,7 @@ def variants(folder: str) -> list[Variant]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--images", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the steady part")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of the steady part")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="bench-ec-")
     # A vision side that costs several times what the rest of a request does, as real ones do.
@@ -159,10 +164,10 @@ def main() -> int:
                     running.pop()[1].group.kill()
         first = ask([r for r in running if r[0].survives or r[0].ec is None], images)
         ask(running, images)
-        steady: dict[str, list[float]] = {variant.name: [] for variant, _ in running}
+        steady: Times = {variant.name: [] for variant, _ in running}
         before = {variant.name: processor_seconds(server) for variant, server in running}
-        for _ in range(options.rounds):
-            for name, times in ask(running, images).items():
+        for number in range(options.rounds):
+            for name, times in ask(running, images, number).items():
                 steady[name] += times
         spent = {
             variant.name: (processor_seconds(server) - before[variant.name]) / len(steady[variant.name])
@@ -190,13 +195,13 @@ def check(answer: engine_process.Answer, server: engine_process.Server) -> float
     return answer.seconds
 
 
-def ask(running: list[tuple[Variant, engine_process.Server]], images: list[int]) -> dict[str, list[float]]:
-    """Each image once to each engine, the engines in an order that turns from image to image."""
-    times: dict[str, list[float]] = {variant.name: [] for variant, _ in running}
-    for number, seed in enumerate(images):
-        turn = number % len(running)
-        for variant, server in running[turn:] + running[:turn]:
-            times[variant.name].append(check(server.image(seed), server))
+def ask(running: list[tuple[Variant, engine_process.Server]], images: list[int], first: int = 0) -> Times:
+    """Each image once to each engine, engine after engine from the one of number ``first`` on, rested before each."""
+    times: Times = {variant.name: [] for variant, _ in running}
+    turn = first % len(running)
+    for variant, server in running[turn:] + running[:turn]:
+        time.sleep(REST_SECONDS)
+        times[variant.name] += [check(server.image(seed), server) for seed in images]
     return times
 
 
@@ -225,8 +230,8 @@ def upstream_after_restart(variant: Variant, model: str, images: list[int]) -> s
 
 def report(
     every: list[Variant],
-    first: dict[str, list[float]],
-    steady: dict[str, list[float]],
+    first: Times,
+    steady: Times,
     spent: dict[str, float],
     served: dict[str, float],
     died: str,
@@ -254,7 +259,7 @@ def milliseconds(times: list[float]) -> str:
     return ", ".join(f"{1000 * t:.1f}" for t in times)
 
 
-def column(times: dict[str, list[float]], name: str) -> str:
+def column(times: Times, name: str) -> str:
     if name not in times or not times[name]:
         return f"{'-':>28}"
     median = statistics.median(times[name])

@@ -10,6 +10,7 @@ on only with several API servers, and its child processes import ``prometheus_cl
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -35,7 +36,9 @@ _lock = threading.RLock()
 _families: dict[str, tuple[Kind, str]] = {}
 _values: dict[Key, float] = {}
 _written = 0.0
-_timer: threading.Timer | None = None
+_due = threading.Event()
+_clerk: threading.Thread | None = None  # leaves the snapshots
+_ended = False
 _made_by = 0
 _serves = False
 
@@ -144,27 +147,33 @@ def changed() -> None:
 
 def _soon() -> None:
     """Leave a snapshot before long, from another thread: numbers change in the middle of model steps, and replacing a
-    file may have to wait for a disk."""
-    global _timer
-    with _lock:
-        if _timer is None:
-            wait = max(0.0, _written + INTERVAL_S - time.monotonic())
-            _timer = threading.Timer(wait, flush)
-            _timer.daemon = True
-            try:
-                _timer.start()
-            except RuntimeError:  # the interpreter is shutting down; the exit handler writes the last one
-                _timer = None
+    file may have to wait for a disk. The thread stays: to start one takes longer than all the rest of a count."""
+    global _clerk
+    if _clerk is None:
+        with _lock:
+            if _clerk is None:
+                _clerk = threading.Thread(target=_keep, name="vllm-omni-patch-metrics", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter is shutting down; its exit handler writes
+                    _clerk.start()
+    if not _due.is_set():
+        _due.set()
+
+
+def _keep() -> None:
+    while not _ended:
+        _due.wait()
+        time.sleep(max(0.0, _written + INTERVAL_S - time.monotonic()))
+        _due.clear()  # before the numbers are read: one that changes meanwhile asks again
+        if not _ended:
+            flush()
 
 
 def flush() -> None:
     """Leave this process's snapshot in the run folder. Never raises."""
-    global _written, _timer
+    global _written
     try:
-        with _lock:
-            _timer, _written = None, time.monotonic()
-            path = folder()
-        # Written without the lock: who counts must not wait for a file.
+        _written = time.monotonic()
+        path = folder()
         if path is not None and (_values or ledger.entries()):
             ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), snapshot())
     except Exception as error:
@@ -233,6 +242,8 @@ def serving() -> None:
 
 def _at_exit() -> None:
     """Leave the last numbers. The maker of the run folder removes it, unless a server that uses it lives on."""
+    global _ended
+    _ended = True
     try:
         path = folder()
         if path is None or not os.path.isdir(path):
@@ -248,9 +259,9 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """A forked child counts from zero: what it inherited is its parent's."""
-    global _lock, _timer, _written, _serves
-    _lock = threading.RLock()
-    _timer, _written, _serves = None, 0.0, False
+    global _lock, _due, _clerk, _written, _serves
+    _lock, _due = threading.RLock(), threading.Event()
+    _clerk, _written, _serves = None, 0.0, False
     _values.clear()
 
 

@@ -200,7 +200,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """What this worker counted since its last step, where there is anything (0.28.0 and later)."""
-        counts = self._deltas.take(self._engine.stats.snapshot())
+        counts = self._deltas.take(self._engine.stats.values())
         return WorkerMetadata(Report(counts)) if counts else None
 
     def take_failed_loads(self) -> list[Load]:
@@ -228,7 +228,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         from vllm_omni_patch.patches.ec_connector.connector_stats import LMCacheECStats
 
         counts, self._counts = self._counts, {}
-        counts.update(self._deltas.take(self._engine.stats.snapshot()))
+        counts.update(self._deltas.take(self._engine.stats.values()))
         return LMCacheECStats(data=counts) if counts else None
 
     @classmethod

@@ -7,7 +7,7 @@ Nothing here raises into a model step. Imports torch only inside functions, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
@@ -183,15 +183,16 @@ def agree_over(group: Any) -> Agree:
 
 
 class Deltas:
-    """Differences between successive snapshots of an engine's counters."""
+    """What an engine's counters have gained from one look to the next. Asked in every step, so cheap."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._last: dict[str, Any] = dict.fromkeys(names, 0)
+        self._last: dict[str, float] = dict.fromkeys(names, 0)
 
-    def take(self, snapshot: Any) -> dict[str, float]:
+    def take(self, values: Mapping[str, float]) -> dict[str, float]:
         """What each counter has gained since the last call; only those that did."""
-        now = asdict(snapshot)
-        gained = {name: now[name] - self._last[name] for name in self._names if now[name] != self._last[name]}
-        self._last = {name: now[name] for name in self._names}
+        last = self._last
+        gained = {name: values[name] - last[name] for name in self._names if values[name] != last[name]}
+        if gained:
+            self._last = {name: values[name] for name in self._names}
         return gained

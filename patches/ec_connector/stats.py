@@ -86,6 +86,11 @@ class ECStats:
             }
         return Snapshot(**values)
 
+    def values(self) -> dict[str, float]:
+        """All counters now, by name."""
+        with self._lock:
+            return dict(self._values)
+
     def reasons(self) -> dict[str, int]:
         """Why stores were dropped: reason to count."""
         with self._lock:

@@ -23,8 +23,11 @@ from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
-# Seconds between two looks at the queue.
-_LOOK = 0.02
+# Seconds that a first output waits in the queue: where cores are scarce, a thread that takes it at once takes the core
+# from the model, which is in the middle of its step.
+_DELAY = 0.02
+# Seconds between two looks at the statistics while nothing is stored.
+_REST = 1.0
 _TAKEN = ("stored", "present", "busy")
 
 
@@ -84,6 +87,8 @@ class Writer:
         self._jobs: deque[Job] = deque()
         self._pending: dict[str, int] = {}
         self._busy = False
+        self._resting = False
+        self._hurried = 0  # callers that wait in flush()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ec-writer", daemon=True)
         self._thread.start()
@@ -105,14 +110,19 @@ class Writer:
                 return False
             self._jobs.append(job)
             self._pending[job.key.path] = self._pending.get(job.key.path, 0) + 1
-            # Nobody is woken: where cores are scarce the thread would take this one from the model at once.
+            if self._resting:
+                self._condition.notify_all()
             return True
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is queued or being written; False when that takes longer than ``timeout`` seconds."""
         with self._condition:
+            self._hurried += 1
             self._condition.notify_all()
-            return self._condition.wait_for(lambda: not self._jobs and not self._busy, timeout)
+            try:
+                return self._condition.wait_for(lambda: not self._jobs and not self._busy, timeout)
+            finally:
+                self._hurried -= 1
 
     def close(self, timeout: float) -> None:
         """Take no more, write what is queued, end the thread. What is left after ``timeout`` is dropped and counted."""
@@ -132,7 +142,7 @@ class Writer:
         self._staging.populate()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._jobs or self._closed, _LOOK)
+                self._rest()
                 if self._closed and not self._jobs:
                     return
                 job = self._jobs.popleft() if self._jobs else None
@@ -154,6 +164,16 @@ class Writer:
                             self._pending.pop(job.key.path, None)
                         self._condition.notify_all()
             self._stats.tick()
+
+    def _rest(self) -> None:
+        """Wait for work, and a little longer where it comes after a rest; with the condition held."""
+        if self._jobs or self._closed:
+            return
+        self._resting = True
+        self._condition.wait_for(lambda: self._jobs or self._closed, _REST)
+        self._resting = False
+        if self._jobs:
+            self._condition.wait_for(lambda: self._hurried or self._closed, _DELAY)
 
     def _store(self, job: Job) -> None:
         if job.ready is not None:
