@@ -3,12 +3,14 @@
 """Checks every patch on the vLLM that this Python has, and prints ``RESULT {json}``. Called by live_matrix.py.
 
 Five engines, one after the other, on a tiny BLIP-2: the OpenAI server stock, patched, and patched in new processes;
-``LLM()`` stock and patched. A patch passes when its effect is seen, not when it says that it was applied.
+``LLM()`` stock and patched. A patch passes when its effect is seen, not when it says that it was applied. A release
+that has no encoder cache connectors is started without one, and ``ec_connector`` must then say that it is absent.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import re
@@ -40,6 +42,9 @@ def run(folder: Path) -> dict[str, Any]:
     """Versions, and for each patch ``result`` (pass or fail), ``figure``, ``note`` and the ``targets`` it applied."""
     model = tiny_model.make(str(folder / "model"))
     seen = Seen(folder, model)
+    vllm = importlib.util.find_spec("vllm")
+    has_connectors = vllm is not None and (Path(str(vllm.origin)).parent / "distributed" / "ec_transfer").is_dir()
+    ec = EC if has_connectors else None
     with engine_process.Server(model, str(folder), name="stock") as server:
         server.image(2)
         seen.stock = server.image(1)
@@ -47,7 +52,7 @@ def run(folder: Path) -> dict[str, Any]:
     for name in ("patched", "restarted"):
         seen.reports[name] = folder / f"reports-{name}"
         env = seen.settings(seen.reports[name])
-        with engine_process.Server(model, str(folder), name=name, ec=EC, flag="1", env=env) as server:
+        with engine_process.Server(model, str(folder), name=name, ec=ec, flag="1", env=env) as server:
             server.image(3 if name == "patched" else 4)
             seen.answers[name] = server.image(1)
             seen.blocks[name] = blocks(server)
@@ -57,11 +62,11 @@ def run(folder: Path) -> dict[str, Any]:
         seen.answers["llm stock"] = llm.image(1)
     seen.reports["llm"] = folder / "reports-llm"
     env = seen.settings(seen.reports["llm"])
-    with engine_process.Offline(model, str(folder), name="llm", ec=EC, flag="1", env=env) as llm:
+    with engine_process.Offline(model, str(folder), name="llm", ec=ec, flag="1", env=env) as llm:
         seen.answers["llm"] = llm.image(1)
         seen.left["llm"] = llm.stop()
     checks: dict[str, Callable[[Seen], Any]] = {
-        "ec_connector": check_ec_connector,
+        "ec_connector": check_ec_connector if has_connectors else check_no_ec_connector,
         "available_memory": check_available_memory,
         "model_local_kv": check_model_local_kv,
     }
@@ -112,8 +117,9 @@ class Seen:
 
 
 def judge(check: Callable[[Seen], Any], seen: Seen) -> dict[str, Any]:
+    result = "absent" if check is check_no_ec_connector else "pass"
     try:
-        return {"result": "pass", "figure": check(seen), "note": ""}
+        return {"result": result, "figure": check(seen), "note": ""}
     except Exception as error:
         return {"result": "fail", "figure": None, "note": f"{type(error).__name__}: {error}"[:600]}
 
@@ -135,6 +141,14 @@ def check_ec_connector(seen: Seen) -> dict[str, float]:
         "encode_ms": round(seen.stock.seconds * 1000, 1),
         "hit_ms": round(seen.answers["restarted"].seconds * 1000, 1),
     }
+
+
+def check_no_ec_connector(seen: Seen) -> None:
+    """Every process that was asked for the patch says that this release has nothing for it."""
+    entries = [entry for run in seen.reports for entry in seen.entries("ec_connector", run)]
+    wrong = sorted({f"{e['target']}: {e['state']}" for e in entries if e["state"] not in ("skipped", "pending")})
+    require(not wrong, "; ".join(wrong))
+    require(any(entry["verdict"] == "absent" for entry in entries), "no process says that ec_connector is absent")
 
 
 def check_available_memory(seen: Seen) -> dict[str, int]:
