@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a hit costs a request, through a real vLLM: no cache, vLLM's connectors, LMCache's own engine, ours.
 
-    python scripts/bench_ec_vllm.py [--images 20] [--rounds 6]
+    python scripts/bench_ec_vllm.py [--images 40] [--rounds 4]
 
-All engines of the comparison run at the same time and are asked in turn, in blocks of 20 images whose order changes
-from round to round. Before each block comes a pause: a vLLM worker spins for a second after its last step, and on few
-cores the engines would otherwise measure each other's spinning. Printed are medians of a request's time in ms and
-their ratio to vLLM's ``ECExampleConnector``:
+All engines of the comparison run at the same time and are asked in turn, in short blocks whose order changes, because
+a machine's speed drifts from second to second. Before each block comes a pause: a vLLM worker spins for a second after
+its last step, and on few cores the engines would otherwise measure each other's spinning. Printed are medians of a
+request's time in ms and their ratio to vLLM's ``ECExampleConnector``:
 
 * ``after restart``: images that were stored by an engine that has ended, each asked once;
 * ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here;
@@ -40,6 +40,7 @@ BASELINE = "ECExampleConnector"
 UPSTREAM = "LMCache's engine"
 OFFLOAD = "ECCPUConnector"
 REST_SECONDS = 1.5  # longer than a worker spins after its last step
+FIRST_BLOCK, STEADY_BLOCK = 4, 10  # images
 THIN = """
 from lmcache.integration.vllm.vllm_ec_adapter import LMCacheECConnectorImpl
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -134,8 +135,8 @@ def variants(folder: str) -> list[Variant]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--images", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of the steady part")
+    parser.add_argument("--images", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of the steady part")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="bench-ec-")
     # A vision side that costs several times what the rest of a request does, as real ones do.
@@ -162,12 +163,12 @@ def main() -> int:
                 variant.why_not = last_error(str(error))
                 if running and running[-1][0] is variant:
                     running.pop()[1].group.kill()
-        first = ask([r for r in running if r[0].survives or r[0].ec is None], images)
-        ask(running, images)
+        first = ask([r for r in running if r[0].survives or r[0].ec is None], images, FIRST_BLOCK)
+        ask(running, images, len(images))
         steady: Times = {variant.name: [] for variant, _ in running}
         before = {variant.name: processor_seconds(server) for variant, server in running}
-        for number in range(options.rounds):
-            for name, times in ask(running, images, number).items():
+        for _ in range(options.rounds):
+            for name, times in ask(running, images, STEADY_BLOCK).items():
                 steady[name] += times
         spent = {
             variant.name: (processor_seconds(server) - before[variant.name]) / len(steady[variant.name])
@@ -184,9 +185,9 @@ def main() -> int:
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names an exception."""
-    named = re.findall(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+)", log)
-    return named[-1].strip()[:160] if named else "no reason in its log"
+    """The last line of a log that names an exception; for one of pydantic's, what it objects to."""
+    named = re.findall(r"Value error, (.+)", log) or re.findall(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+)", log)
+    return named[-1].partition(" [type=")[0].strip()[:200] if named else "no reason in its log"
 
 
 def check(answer: engine_process.Answer, server: engine_process.Server) -> float:
@@ -195,13 +196,14 @@ def check(answer: engine_process.Answer, server: engine_process.Server) -> float
     return answer.seconds
 
 
-def ask(running: list[tuple[Variant, engine_process.Server]], images: list[int], first: int = 0) -> Times:
-    """Each image once to each engine, engine after engine from the one of number ``first`` on, rested before each."""
+def ask(running: list[tuple[Variant, engine_process.Server]], images: list[int], block: int) -> Times:
+    """Each image once to each engine: ``block`` images to the one, the same to the next, rested before each."""
     times: Times = {variant.name: [] for variant, _ in running}
-    turn = first % len(running)
-    for variant, server in running[turn:] + running[:turn]:
-        time.sleep(REST_SECONDS)
-        times[variant.name] += [check(server.image(seed), server) for seed in images]
+    for number, start in enumerate(range(0, len(images), block)):
+        turn = number % len(running)
+        for variant, server in running[turn:] + running[:turn]:
+            time.sleep(REST_SECONDS)
+            times[variant.name] += [check(server.image(seed), server) for seed in images[start : start + block]]
     return times
 
 

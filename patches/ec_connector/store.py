@@ -24,7 +24,7 @@ from vllm_omni_patch.patches.ec_connector.folder import Folder
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.identity import Key
 
-Outcome = Literal["stored", "present", "busy", "too large"]
+Outcome = Literal["stored", "present", "busy", "too large", "address taken"]
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -175,6 +175,10 @@ class FileStore:
             if self._fsync:
                 os.fsync(handle)
             self.folder.publish(handle, temporary, key.path, size)
+        except IsADirectoryError:
+            # Somebody's folder stands where this one entry belongs; the storage works.
+            self.folder.abandon(handle, temporary, size)
+            return "address taken"
         except BaseException:
             self.folder.abandon(handle, temporary, size)
             raise

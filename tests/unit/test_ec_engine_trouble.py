@@ -147,6 +147,19 @@ def test_a_vanished_folder_is_made_again(build: Any, tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+def test_a_folder_at_an_address_costs_that_entry_only(build: Any, tmp_path: Path) -> None:
+    engine = build()
+    assert engine.put("id", output(4, 4)) and engine.flush(5)
+    (path,) = entry_files(tmp_path)
+    path.unlink()
+    path.mkdir()
+    assert engine.put("id", output(4, 4)) and engine.flush(5)
+    assert engine.get("id", "cpu") is None
+    assert engine.stats.reasons() == {"address taken": 1}
+    assert engine.put("other", output(4, 4)) and engine.flush(5)
+    assert same(engine.get("other", "cpu"), output(4, 4))
+
+
 def test_pool_is_bounded_and_given_back(build: Any, tmp_path: Path) -> None:
     """Scenario: 8 MiB, entries of 3 MiB, 200 stores and loads, then one of 9 MiB."""
     engine = build(cpu_bytes=8 * MIB)
