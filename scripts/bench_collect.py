@@ -12,6 +12,7 @@ import argparse
 import time
 
 import torch
+
 from vllm_omni_patch.patches.model_local_kv.collect import collect
 
 

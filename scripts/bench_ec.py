@@ -43,6 +43,7 @@ from typing import Any
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 import torch
+
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.cache_utils import Cache, DynamicCache
+
 from vllm_omni_patch.patches.model_local_kv.observe import Observer
 
 

@@ -36,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+
 from vllm_omni_patch.patches.ec_connector import store as store_module
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine

@@ -14,9 +14,8 @@ import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from vllm_omni_patch.patches.available_memory.budget import GIB
-
 from vllm_omni_patch.ledger import write_json
+from vllm_omni_patch.patches.available_memory.budget import GIB
 
 FORMAT = 1
 UNKNOWN = "unknown"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from vllm_omni_patch.patches.available_memory import calibrate as calibration
 from vllm_omni_patch.patches.available_memory.budget import GIB
 from vllm_omni_patch.patches.available_memory.calibrate import Attempt, CalibrationError, Key, Row

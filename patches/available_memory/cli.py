@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
+
 from vllm_omni_patch.patches.available_memory import picture
 from vllm_omni_patch.patches.available_memory.calibrate_cli import calibrate
 from vllm_omni_patch.patches.available_memory.report import as_text

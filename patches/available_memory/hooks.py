@@ -12,12 +12,11 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.patch import Hook, Undo
 from vllm_omni_patch.patches.available_memory import explain, gpu, report
 from vllm_omni_patch.patches.available_memory.flags import GPU_BUDGET, RESERVE_MODEL_LOCAL_KV
 from vllm_omni_patch.patches.available_memory.profiling import ProfileWatch, is_unified, read_device, torch_memory
-
-from vllm_omni_patch import flags, ledger
-from vllm_omni_patch.patch import Hook, Undo
 
 logger = ledger.logger("memory")
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_omni_patch.patches.available_memory import calibrate, neuron, neuron_logs
-from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_MODULE
-
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
+from vllm_omni_patch.patches.available_memory import calibrate, neuron, neuron_logs
+from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_MODULE
 
 logger = ledger.logger("memory")
 

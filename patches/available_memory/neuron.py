@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni_patch import flags
 from vllm_omni_patch.patches.available_memory import budget, calibrate
 from vllm_omni_patch.patches.available_memory import flags as settings
 from vllm_omni_patch.patches.available_memory.budget import GIB
@@ -22,8 +23,6 @@ from vllm_omni_patch.patches.available_memory.host import host_memory
 from vllm_omni_patch.patches.available_memory.neuron_hbm import CoreHbm, device_core_hbm, static_core_hbm
 from vllm_omni_patch.patches.available_memory.neuron_model import ModelBytes, model_bytes
 from vllm_omni_patch.patches.available_memory.report import Input
-
-from vllm_omni_patch import flags
 
 # The runtime always holds somewhat more than the model (collectives, code, rings); a gap above this is worth a word,
 # because tensors that are neither parameters nor buffers are then likely.

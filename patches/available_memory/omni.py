@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.patch import Hook, Undo
 from vllm_omni_patch.patches.available_memory import hooks
 from vllm_omni_patch.patches.available_memory.flags import GPU_BUDGET
 from vllm_omni_patch.patches.available_memory.profiling import swapped
-
-from vllm_omni_patch import flags, ledger
-from vllm_omni_patch.patch import Hook, Undo
 
 logger = ledger.logger("memory")
 

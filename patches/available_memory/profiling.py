@@ -14,11 +14,10 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.available_memory import gpu, nvml
 from vllm_omni_patch.patches.available_memory.devices import DeviceIdentity
 from vllm_omni_patch.patches.available_memory.report import byte_count, gib
-
-from vllm_omni_patch import ledger
 
 logger = ledger.logger("memory")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from vllm_omni_patch.patches.ec_connector.folder import ROOT_NAME, Folder
 from vllm_omni_patch.patches.ec_connector.format import PIECE, Header
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore, open_path

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.ec_transfer.ec_connector import base
+
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import recompute, refusals
 from vllm_omni_patch.patches.ec_connector.config import load_ec_config
 from vllm_omni_patch.patches.ec_connector.connector_scheduler import SchedulerSide, StepPlan
@@ -28,8 +30,6 @@ from vllm_omni_patch.patches.ec_connector.connector_worker import (
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.identity import model_identity
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load
-
-from vllm_omni_patch import ledger
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector.items import (
     ItemKeys,
     Load,
@@ -21,8 +22,6 @@ from vllm_omni_patch.patches.ec_connector.items import (
     is_metadata_only,
     is_precomputed,
 )
-
-from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 # Identifiers whose rows are remembered between a request's first look and its scheduling. Far above the items of all

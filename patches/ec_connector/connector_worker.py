@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, is_precomputed
-
-from vllm_omni_patch import ledger
 
 if TYPE_CHECKING:
     import torch

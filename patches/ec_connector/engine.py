@@ -28,6 +28,8 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+
+from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import MIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.flags import DISABLE
@@ -47,8 +49,6 @@ from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.store import BadEntry
 from vllm_omni_patch.patches.ec_connector.tiers import Tiers
 from vllm_omni_patch.patches.ec_connector.writer import Job, Writer
-
-from vllm_omni_patch import flags, ledger
 
 Role = Literal["scheduler", "worker", "both"]
 _log = ledger.logger("ec")

@@ -12,10 +12,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_patch.patches.ec_connector import recompute, refusals
-
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
+from vllm_omni_patch.patches.ec_connector import recompute, refusals
 
 _log = ledger.logger("ec")
 _MODULE = "vllm_omni_patch.patches.ec_connector.connector"

@@ -24,12 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.identity import KEY_WORKER_ID, KEY_WORLD_SIZE, Key
-
-from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 PIECE = 4 * MIB

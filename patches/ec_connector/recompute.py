@@ -17,10 +17,9 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import refusals
 from vllm_omni_patch.patches.ec_connector.items import Load, indices_in, is_metadata_only
-
-from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 

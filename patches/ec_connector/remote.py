@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
@@ -22,8 +23,6 @@ from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck
 from vllm_omni_patch.patches.ec_connector.identity import Key
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
-
-from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 # A first connection imports LMCache and may take this long; lookups meanwhile are misses.

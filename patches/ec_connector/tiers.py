@@ -7,6 +7,7 @@ import errno
 import os
 from dataclasses import dataclass, field
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector.config import GIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.format import Header
 from vllm_omni_patch.patches.ec_connector.identity import Key
@@ -14,8 +15,6 @@ from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, SharedFolder
 from vllm_omni_patch.patches.ec_connector.runtime import Runtime
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
-
-from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 # Errors that say nothing about the entry.

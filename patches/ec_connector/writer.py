@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.format import FormatError
 from vllm_omni_patch.patches.ec_connector.guard import Pause
 from vllm_omni_patch.patches.ec_connector.identity import Key
 from vllm_omni_patch.patches.ec_connector.staging import Slot, Staging
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
-
-from vllm_omni_patch import ledger
 
 _log = ledger.logger("ec")
 # Seconds that a first output waits in the queue: where cores are scarce, a thread that takes it at once takes the core

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from vllm_omni_patch.patch import Contract, Patch, Target
 from vllm_omni_patch.patches.model_local_kv.families import FAMILIES
 from vllm_omni_patch.patches.model_local_kv.flags import FLAGS
 from vllm_omni_patch.patches.model_local_kv.uses import USES
-
-from vllm_omni_patch.patch import Contract, Patch, Target
 
 _ROOM = "vllm_omni_patch.patches.model_local_kv"
 _LOAD_MODEL = f"{_ROOM}.hooks:install_load_model"

@@ -12,14 +12,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.patches.model_local_kv import report
 from vllm_omni_patch.patches.model_local_kv.collect import modules, unwrap
 from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE
 from vllm_omni_patch.patches.model_local_kv.observe import SHARE, Observer
 from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, Row, reconcile
 from vllm_omni_patch.patches.model_local_kv.suspects import Suspect, find, merge
-
-from vllm_omni_patch import flags, ledger
 
 WALK_EVERY = 30.0
 """Seconds between two walks for suspects, and between two writes of an unchanged kind of report."""

@@ -163,6 +163,7 @@ def _another_entry(path: str, load: Any, engine: Any) -> None:
 def _other_length(path: str, load: Any, engine: Any) -> None:
     """A sound entry of the same id and model that has seven rows: a client's uuid used again for another input."""
     import torch
+
     from vllm_omni_patch.patches.ec_connector import format
 
     payload = format.bytes_of(torch.ones(7, 64).view(torch.uint8).view(-1))

@@ -30,10 +30,10 @@ if importlib.util.find_spec("vllm_omni") is None:
         "vLLM-Omni is not installed; scripts/check_families.py makes an environment for it", allow_module_level=True
     )
 import torch
-from vllm_omni_patch.patches.model_local_kv import PATCH
-from vllm_omni_patch.patches.model_local_kv.collect import Collection, Entry, collect
 
 from vllm_omni_patch.patch import Hook
+from vllm_omni_patch.patches.model_local_kv import PATCH
+from vllm_omni_patch.patches.model_local_kv.collect import Collection, Entry, collect
 
 MiB = 1 << 20
 KiB = 1 << 10

@@ -19,9 +19,9 @@ import torch
 import vllm
 from packaging.version import Version
 from vllm.distributed.ec_transfer.ec_connector import base, factory
-from vllm_omni_patch.patches.ec_connector import PATCH, recompute, refusals
 
 from vllm_omni_patch.apply import install, remove
+from vllm_omni_patch.patches.ec_connector import PATCH, recompute, refusals
 
 RELEASE = Version(vllm.__version__)
 

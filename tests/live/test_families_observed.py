@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 import omni_caches as omni  # noqa: E402
 from omni_caches import MiB  # noqa: E402
+
 from vllm_omni_patch.patches.model_local_kv import hooks, watch  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE  # noqa: E402
 

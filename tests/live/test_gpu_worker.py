@@ -20,10 +20,10 @@ pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 from gpu_card import GIB, Card, Lines, make_worker, stand_in
 from nvml_library import ALL_ONES, NvmlLibrary
-from vllm_omni_patch.patches.available_memory import PATCH, explain, gpu, hooks, profiling, report
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.apply import install, remove
+from vllm_omni_patch.patches.available_memory import PATCH, explain, gpu, hooks, profiling, report
 
 pytest_plugins = ["nvml_library"]
 

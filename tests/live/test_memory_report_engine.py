@@ -16,6 +16,7 @@ import engine_process
 import tiny_model
 from engine_process import Server
 from typer.testing import CliRunner
+
 from vllm_omni_patch.patches.available_memory.cli import app
 
 GIB = 1 << 30

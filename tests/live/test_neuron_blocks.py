@@ -18,11 +18,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 import neuron_plugin  # noqa: E402
 import tiny_model  # noqa: E402
+
+from vllm_omni_patch import apply  # noqa: E402
 from vllm_omni_patch.patches.available_memory import PATCH, hooks_neuron  # noqa: E402
 from vllm_omni_patch.patches.available_memory.budget import GIB  # noqa: E402
 from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS  # noqa: E402
-
-from vllm_omni_patch import apply  # noqa: E402
 
 OLD = next(target for target in PATCH.targets if target.distribution == "vllm-neuron")
 LAYERS, BLOCK = 32, 32

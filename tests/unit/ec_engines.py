@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity

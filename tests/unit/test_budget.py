@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_omni_patch.patches.available_memory import budget
 from vllm_omni_patch.patches.available_memory.budget import GIB, BelowMinimumError, compute_kv_budget, split_kv_budget
 

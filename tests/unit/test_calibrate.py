@@ -12,6 +12,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+
 from vllm_omni_patch.patches.available_memory import calibrate
 from vllm_omni_patch.patches.available_memory.budget import GIB, split_kv_budget
 from vllm_omni_patch.patches.available_memory.calibrate import Attempt, CalibrationError, Key, Row, next_row

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from typer.testing import CliRunner  # noqa: E402
+
 from vllm_omni_patch.patches.ec_connector.cli import app  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig, known_settings, load_ec_config
 
 

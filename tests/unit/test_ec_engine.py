@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ec_engines import engine_builder, entry_files, output, same  # noqa: E402, F401
+
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
 
 

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ec_engines import MIB, engine_builder, entry_files, output, same  # noqa: E402, F401
+
 from vllm_omni_patch.patches.ec_connector import store as store_module  # noqa: E402
 
 

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ec_engines import MIB, engine_builder, entry_files, output, same  # noqa: E402, F401
+
 from vllm_omni_patch.patches.ec_connector import store as store_module  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402

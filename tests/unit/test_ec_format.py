@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+
 from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.format import FormatError  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.identity import MAX_ID_BYTES, Key, encode_id, stable_u64  # noqa: E402

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from vllm_omni_patch.patches.ec_connector import identity
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity, is_request_scoped, model_identity, stable_u64
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ec_requests import Feature
+
 from vllm_omni_patch.patches.ec_connector import recompute, refusals
 from vllm_omni_patch.patches.ec_connector.items import Load
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 from ec_requests import Adapter, engine, request
+
 from vllm_omni_patch.patches.ec_connector.connector_scheduler import SchedulerSide
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys
 

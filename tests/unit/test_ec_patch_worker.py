@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 from ec_requests import Adapter, Feature, engine
+
 from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
 from vllm_omni_patch.patches.ec_connector.connector_worker import Deltas, Report, WorkerSide, agree_over
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load

@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from vllm_omni_patch.patch import Hook, Target
 from vllm_omni_patch.patches.model_local_kv import PATCH
 from vllm_omni_patch.patches.model_local_kv.families import FAMILIES
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, declares
 from vllm_omni_patch.patches.model_local_kv.specs import CORRECTED, METHOD
-
-from vllm_omni_patch.patch import Hook, Target
 
 ROOM = "vllm_omni_patch.patches.model_local_kv.families"
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_omni_patch.patches.available_memory.gpu import (
     NON_TORCH_ALLOWANCE,
     UNIFIED_RESERVE,

@@ -32,11 +32,11 @@ import torch
 from gpu_card import GIB, Card, Runner, stand_in_torch
 from nvml_library import NvmlLibrary
 from packaging.version import Version
-from vllm_omni_patch.patches.available_memory import PATCH, report
 
 import vllm_omni_patch
 from vllm_omni_patch import ledger, releases
 from vllm_omni_patch.apply import install, remove
+from vllm_omni_patch.patches.available_memory import PATCH, report
 
 pytest_plugins = ["nvml_library"]
 pytestmark = pytest.mark.slow

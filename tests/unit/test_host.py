@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from vllm_omni_patch.patches.available_memory.budget import GIB
 from vllm_omni_patch.patches.available_memory.host import host_memory
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+
+from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patches.available_memory import picture, report
 from vllm_omni_patch.patches.available_memory.cli import app
 from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input, advise, emit, utilization_for
-
-from vllm_omni_patch import ledger, metrics
 
 GIB = 1 << 30
 

@@ -11,12 +11,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks, report
-from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory
 
 from vllm_omni_patch import ledger, matrix
 from vllm_omni_patch.apply import Refused, install, remove
 from vllm_omni_patch.contract import check_live, check_source
+from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks, report
+from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory
 
 TARGETS = {target.name: target for target in PATCH.targets}
 GPU = TARGETS["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from vllm_omni_patch.patches.model_local_kv.charge import Engine, budget_path, charge, resolve_residency
 
 

@@ -16,6 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from vllm_omni_patch import apply, contract, flags, ledger  # noqa: E402
+from vllm_omni_patch.patch import Target  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report, watch  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
@@ -23,9 +25,6 @@ from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
     ModelLocalKVSpec,
     RowDriver,
 )
-
-from vllm_omni_patch import apply, contract, flags, ledger  # noqa: E402
-from vllm_omni_patch.patch import Target  # noqa: E402
 
 MIB = 1 << 20
 LOAD_MODEL = "vllm_omni_patch.patches.model_local_kv.hooks:install_load_model"

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from vllm_omni_patch import ledger, metrics  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv import report  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.charge import Engine  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.collect import collect  # noqa: E402
@@ -23,8 +24,6 @@ from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
     RowDriver,
     inert,
 )
-
-from vllm_omni_patch import ledger, metrics  # noqa: E402
 
 MIB = 1 << 20
 CUDA_026 = Engine((0, 26), device="cuda")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from vllm_omni_patch.patches.available_memory.budget import GIB
 from vllm_omni_patch.patches.available_memory.neuron_hbm import device_core_hbm, static_core_hbm
 

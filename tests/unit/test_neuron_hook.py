@@ -20,11 +20,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from neuron_plugin import configs, lay, runtime_of  # noqa: E402
+
+from vllm_omni_patch import apply, layers, matrix  # noqa: E402
 from vllm_omni_patch.patches.available_memory import PATCH, hooks_neuron, neuron_releases, report  # noqa: E402
 from vllm_omni_patch.patches.available_memory.budget import GIB  # noqa: E402
 from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS  # noqa: E402
-
-from vllm_omni_patch import apply, layers, matrix  # noqa: E402
 
 OLD, NEW = (target for target in PATCH.targets if target.distribution == "vllm-neuron")
 LAYOUTS = [neuron_plugin.FREE_OR_20_GIB, neuron_plugin.TWO_BRANCHES]

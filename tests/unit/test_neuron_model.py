@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+
 from vllm_omni_patch.patches.available_memory.neuron_model import model_bytes, tensor_bytes  # noqa: E402
 
 

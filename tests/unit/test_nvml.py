@@ -17,6 +17,7 @@ from nvml_library import (
     UUIDS,
     NvmlLibrary,
 )
+
 from vllm_omni_patch.patches.available_memory.devices import DeviceIdentity, NoMatch, resolve, visible_entries
 from vllm_omni_patch.patches.available_memory.nvml import Reading, classify, read_own
 
