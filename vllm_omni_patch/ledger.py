@@ -220,7 +220,7 @@ def _warn_once(name: str, text: str) -> None:
     say(logging.WARNING, text, "ledger")
 
 
-def write_json(path: str, payload: Any) -> None:
+def write_json(path: str, payload: Any, compact: bool = False) -> None:
     """Write ``payload`` to ``path`` so that a reader sees the old file or the whole new one.
 
     Raises:
@@ -231,7 +231,8 @@ def write_json(path: str, payload: Any) -> None:
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=folder)
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump(payload, file, indent=1, default=str)
+            # One text in one call: json.dump, and an indent, take an encoder that is ten times slower.
+            file.write(json.dumps(payload, default=str) if compact else json.dumps(payload, indent=1, default=str))
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -175,7 +175,8 @@ def flush() -> None:
         _written = time.monotonic()
         path = folder()
         if path is not None and (_values or ledger.entries()):
-            ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), snapshot())
+            name = f"metrics-{platform.node()}-{os.getpid()}.json"
+            ledger.write_json(os.path.join(path, name), snapshot(), compact=True)
     except Exception as error:
         ledger.logger("metrics").debug("could not leave a snapshot: %s", error)
 
