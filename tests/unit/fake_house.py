@@ -15,7 +15,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import vllm_omni_patch
+
 ROOT = Path(__file__).resolve().parents[2]
+PLACE = Path(vllm_omni_patch.__file__).resolve().parent.parent  # where the package is: a checkout, or site-packages
 RELEASE = "7.0.0"
 
 VLLM = {
@@ -152,7 +155,7 @@ class House:
 
     def environment(self, flag: str | None, **env: str) -> dict[str, str]:
         keep = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-        keep.update(PYTHONPATH=f"{self.folder}{os.pathsep}{ROOT}", PYTHONDONTWRITEBYTECODE="1", **env)
+        keep.update(PYTHONPATH=f"{self.folder}{os.pathsep}{PLACE}", PYTHONDONTWRITEBYTECODE="1", **env)
         if flag is not None:
             keep["VLLM_OMNI_PATCH"] = flag
         return keep

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_house import ROOT, STATES, House
+from fake_house import PLACE, ROOT, STATES, House
 
 LOAD = "vllm.worker:Worker.load"
 LINE = (ROOT / "startup_files" / "vllm_omni_patch.pth").read_text()
@@ -29,7 +29,7 @@ def line(house: House, code: str, flag: str | None, folder: Path | None = None) 
     path = str(house.folder) if folder is None else str(folder)
     # -S: the environment that runs the tests may have a startup file of its own.
     head = f"import sys; sys.path.insert(0, {path!r}); exec({LINE!r}, {{}}); exec({LINE!r}, {{}})\n"
-    env = {**house.environment(flag), "PYTHONPATH": "" if folder else str(ROOT)}
+    env = {**house.environment(flag), "PYTHONPATH": "" if folder else str(PLACE)}
     return subprocess.run(
         [sys.executable, "-S", "-c", head + code], env=env, cwd="/", capture_output=True, text=True, timeout=60
     )
@@ -72,7 +72,7 @@ def test_a_line_that_is_left_over_is_silent(house: House, tmp_path: Path, left: 
 
 @pytest.mark.parametrize("module", ["startup.py", "loader.py"])
 def test_a_broken_package_is_one_line_and_python_goes_on(house: House, module: str) -> None:
-    shutil.copytree(ROOT / "vllm_omni_patch", house.folder / "vllm_omni_patch")
+    shutil.copytree(PLACE / "vllm_omni_patch", house.folder / "vllm_omni_patch")
     (house.folder / "vllm_omni_patch" / module).write_text("raise RuntimeError('half an upgrade')\n")
     done = house.run("import vllm.worker; show(vllm.worker.Worker().load('a'))")
     assert done.value == ["a", 1]
@@ -294,7 +294,7 @@ def test_children_are_patched_like_their_parent(house: House, method: str) -> No
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-O", "-s"])
 def test_interpreter_options_do_not_disarm_the_line(house: House, option: str) -> None:
-    head = f"import sys; sys.path[:0] = [{str(house.folder)!r}, {str(ROOT)!r}]; exec({LINE!r}, {{}})\n"
+    head = f"import sys; sys.path[:0] = [{str(house.folder)!r}, {str(PLACE)!r}]; exec({LINE!r}, {{}})\n"
     code = head + "import vllm.worker; print(vllm.worker.Worker().load('a'))"
     done = subprocess.run(
         [sys.executable, option, "-c", code],
