@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import subprocess
 import sys
 import time
@@ -79,12 +80,19 @@ def check(release: str, torch: str, lmcache: str, venvs: Path) -> dict[str, obje
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, cwd=venvs)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
-            raise RuntimeError(f"the check ended with {done.returncode}: {(done.stderr or done.stdout)[-1500:]}")
+            raise RuntimeError(cause(done.stderr or done.stdout))
         row.update(json.loads(lines[-1][len("RESULT ") :]))
     except (RuntimeError, subprocess.SubprocessError) as error:
         row["stopped"] = str(error)[-2000:]
     row["seconds"] = round(time.monotonic() - started)
     return row
+
+
+def cause(log: str) -> str:
+    """The exception that an engine's log names first; the ones after it tell that a process is gone."""
+    named = re.findall(r"\b(\w*(?:Error|Exception): .+)", log)
+    first = [line for line in named if "Engine core initialization failed" not in line]
+    return (first or named or [log[-500:] or "it ended without a word"])[0].strip()[:500]
 
 
 def environment(release: str, torch: str, lmcache: str, venvs: Path) -> Path:
@@ -128,7 +136,9 @@ def install_apart(python: Path, release: str, torch: str, lmcache: str) -> None:
         for one in needed
         if (one.marker is None or one.marker.evaluate({"extra": ""})) and one.name not in BOUND_TO_TORCH
     ]
-    pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", f"lmcache=={lmcache}", *others)
+    pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", *others)
+    # LMCache asks for a newer transformers than old releases take; the tiers on this host do without its dependencies.
+    pip(python, "-m", "pip", "install", "-q", "--no-deps", f"lmcache=={lmcache}")
 
 
 def pip(*command: object) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -42,8 +43,9 @@ def run(folder: Path) -> dict[str, Any]:
     """Versions, and for each patch ``result`` (pass or fail), ``figure``, ``note`` and the ``targets`` it applied."""
     model = tiny_model.make(str(folder / "model"))
     seen = Seen(folder, model)
-    vllm = importlib.util.find_spec("vllm")
-    has_connectors = vllm is not None and (Path(str(vllm.origin)).parent / "distributed" / "ec_transfer").is_dir()
+    vllm = Path(str(importlib.util.find_spec("vllm").origin)).parent  # type: ignore[union-attr]
+    preload(vllm)
+    has_connectors = (vllm / "distributed" / "ec_transfer").is_dir()
     ec = EC if has_connectors else None
     with engine_process.Server(model, str(folder), name="stock") as server:
         server.image(2)
@@ -75,6 +77,20 @@ def run(folder: Path) -> dict[str, Any]:
         **{name: version(name) for name in ("torch", "transformers", "lmcache")},
         "patches": {name: {**judge(check, seen), "targets": seen.targets(name)} for name, check in checks.items()},
     }
+
+
+def preload(vllm: Path) -> None:
+    """Some releases (0.16 to 0.18) refuse to start on a CPU without two libraries in LD_PRELOAD; children inherit it.
+
+    Raises:
+        RuntimeError: this is such a release, and a library is not here.
+    """
+    worker = vllm / "v1" / "worker" / "cpu_worker.py"
+    if not re.search(r"raise RuntimeError\(\s*f\"\{name\} is not found in LD_PRELOAD", worker.read_text()):
+        return
+    found = [sorted(Path("/usr/lib").glob("**/libtcmalloc_minimal.so.4")), [Path(sys.prefix, "lib", "libiomp5.so")]]
+    require(bool(found[0]), "libtcmalloc is not installed (Debian: libtcmalloc-minimal4), and this release needs it")
+    os.environ["LD_PRELOAD"] = ":".join(str(paths[0]) for paths in found)
 
 
 class Seen:

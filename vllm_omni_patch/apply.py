@@ -78,7 +78,13 @@ def install(patch: Patch, target: Target, module: ModuleType, on_first_call: Cal
     except BaseException:
         _restore(hook, None)
         raise
-    done = Installed(patch, target, hook, undo if callable(undo) else _nothing)
+    if not callable(undo):
+        _restore(hook, None)
+        raise TypeError(
+            f"{target.install} returned {undo!r} and not the undo; what it did is taken back. End it with "
+            "'return hook.wrap(...)', or return a function that takes back what it did"
+        )
+    done = Installed(patch, target, hook, undo)
     try:
         effective = bool(verify(hook)) if verify is not None else _took_effect(done)
     except BaseException:
@@ -137,7 +143,3 @@ def remove(done: Installed) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _nothing() -> None:
-    return None

@@ -72,7 +72,8 @@ def status(
 ) -> None:
     """Show what this environment would do and, from the ledgers, what every process of an engine did.
 
-    Exit status: 0; 1 when something that is asked for cannot work, or processes differ; 2 for a wrong call.
+    Exit status: 0; 1 when something failed, cannot be loaded or cannot be reached, or processes differ; 2 for a wrong
+    call. A target that is skipped does not count here: 'vllm-omni-patch matrix' exits 1 for one.
     """
     from vllm_omni_patch import status as account
     from vllm_omni_patch import status_text

@@ -90,7 +90,13 @@ class Loader:
         for target in patch.targets:
             first = self._owners.setdefault((target.module, target.qualname), patch.name)
             if first != patch.name:
-                self._record(patch, target, "skipped", f"patch {first!r} already holds this attribute", warn=True)
+                self._record(
+                    patch,
+                    target,
+                    "skipped",
+                    f"patch {first!r} claims this attribute first; two patches cannot share one",
+                    warn=True,
+                )
             else:
                 self._record(patch, target, "pending")
 
@@ -188,6 +194,26 @@ class Loader:
 
     def _release(self, target: Target) -> str | None:
         return installed.live_release(installed.package_of(target.distribution, target.module))
+
+    def give_up_absent(self) -> None:
+        """Say of targets that wait for a module which is not there that it will never come. For required targets: that
+        an optional one is absent is ordinary."""
+        from vllm_omni_patch import ahead
+
+        try:
+            for patch in self.patches:
+                for target in patch.targets:
+                    entry = self._state(patch, target)
+                    package = installed.package_of(target.distribution, target.module)
+                    if entry is None or entry.state != "pending" or target.optional or not installed.is_here(package):
+                        continue
+                    if ahead.module_file(target.module) is None:
+                        decision = ahead.decide(patch, target, self._release(target))
+                        self._stand_aside(patch, target, self._release(target), decision)
+                        if target.group:
+                            self._group_is_off(patch, target.group, f"{target.name}: {decision.reason}")
+        finally:
+            ahead.forget()
 
     # -- groups
 
@@ -336,6 +362,7 @@ def engine_starts(road: str) -> None:
     _engine_pid = os.getpid()
     try:
         _loader.catch_up()
+        _loader.give_up_absent()
         ledger.describe_process(engine_road=road)
         announce.at_engine_start()
         ledger.save()

@@ -264,6 +264,7 @@ def _update_file(
                     file=sys.stderr,
                 )
     rebuilt = rebuild(patches, releases, cache, progress=lambda line: print(line, file=sys.stderr))
+    _warn_of_idle_targets(rebuilt)
     if partly:
         names = {patch.name for patch in patches}
         kept = Table([row for row in known.rows() if row.patch not in names], releases)
@@ -279,6 +280,15 @@ def _update_file(
         table.load.cache_clear()
         print(f"{path}: written, {len(rebuilt.rows())} rows")
     return True
+
+
+def _warn_of_idle_targets(rebuilt: Table) -> None:
+    """A target that applies nowhere is most often a name that is spelt wrong, or a contract that asks too much."""
+    for patch, target in rebuilt.targets():
+        rows = [row for row in rebuilt.rows() if (row.patch, row.target) == (patch, target)]
+        if rows and all(row.verdict in ("absent", "drifted") for row in rows):
+            last = f"{rows[-1].distribution} {rows[-1].release}: {rows[-1].verdict}, {rows[-1].reason}"
+            print(f"warning: {patch}: {target} applies on none of the listed releases ({last})", file=sys.stderr)
 
 
 def _print_table(patches: Sequence[Patch], format: Format) -> int:

@@ -50,7 +50,7 @@ def gather(report_dir: str | None = None) -> dict[str, Any]:
         },
         "roads": roads(),
         "installed": {name: package.as_json() if package else None for name, package in here.items()},
-        "targets": [row for one in found for row in _rows(one, one.name in choice.names)],
+        "targets": _claimed([row for one in found for row in _rows(one, one.name in choice.names)]),
         "processes": processes,
         "mismatches": mismatches.find(processes),
     }
@@ -84,6 +84,19 @@ def _by_groups(targets: Sequence[Target], rows: list[dict[str, Any]]) -> list[di
     for target, row in zip(targets, rows, strict=True):
         if target.group in off and row["would_be"] == "applied":
             reason = f"all targets of group {target.group!r} or none, and one cannot be applied: {off[target.group]}"
+            row.update(would_be="skipped", reason=reason)
+    return rows
+
+
+def _claimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first patch that is asked for and names an attribute has it; the loader goes through them in this order."""
+    owners: dict[str, str] = {}
+    for row in rows:
+        if not row["asked"] or not row["target"]:
+            continue
+        first = owners.setdefault(row["target"], row["patch"])
+        if first != row["patch"] and row["would_be"] == "applied":
+            reason = f"patch {first!r} claims this attribute first; two patches cannot share one"
             row.update(would_be="skipped", reason=reason)
     return rows
 

@@ -156,6 +156,11 @@ def read(path: str | Path) -> Table:
         MatrixError: there is no such file, or it is not a matrix.
     """
     way_out = "Rebuild it with 'vllm-omni-patch matrix --update', or reinstall vllm-omni-patch."
+    if Path(path) != MATRIX and not Path(path).exists():
+        raise MatrixError(
+            f"There is no matrix file {path} yet: 'vllm-omni-patch matrix --update --patch NAME --release vllm==X.Y.Z' "
+            "writes it, with one --release for each that the patch is meant for."
+        )
     try:
         data = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:

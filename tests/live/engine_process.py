@@ -197,13 +197,13 @@ class Server:
             if self.group.process.poll() is not None:
                 log = self.log()
                 self.group.kill()
-                raise RuntimeError(f"vLLM ended with {self.group.process.returncode} at start.\n{log[-6000:]}")
+                raise RuntimeError(f"vLLM ended with {self.group.process.returncode} at start.\n{log[-20000:]}")
             if self.healthy():
                 return
             time.sleep(0.3)
         log = self.log()
         self.group.kill()
-        raise RuntimeError(f"vLLM did not answer within {seconds:.0f} s.\n{log[-6000:]}")
+        raise RuntimeError(f"vLLM did not answer within {seconds:.0f} s.\n{log[-20000:]}")
 
     def healthy(self) -> bool:
         try:
@@ -338,7 +338,7 @@ class Offline:
         if not line:
             log = self.log()
             self.group.kill()
-            raise RuntimeError(f"no answer to {operation!r} within {timeout:.0f} s.\n{log[-6000:]}")
+            raise RuntimeError(f"no answer to {operation!r} within {timeout:.0f} s.\n{log[-20000:]}")
         return json.loads(line[0])
 
     def image(self, seed: int, uuid: str | None = None, max_tokens: int = 4, text: str = "What is it?") -> Answer:

@@ -116,6 +116,7 @@ def _config(
         pad_token_id=1,
         bos_token_id=2,
         eos_token_id=2,
+        architectures=["OPTForCausalLM"],  # what old releases of vLLM build the language model from
     )
     config = Blip2Config(
         vision_config=vision.to_dict(),

@@ -81,6 +81,8 @@ HOOKS = """
         return lambda: None
     def no(hook):
         return False
+    def forgetful(hook):
+        install(hook)
 """
 
 

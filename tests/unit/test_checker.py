@@ -137,7 +137,7 @@ def listed(house, *releases: str) -> None:
 def test_update_writes_the_patchs_own_file_and_check_agrees(house):
     result = run("--update", "--patch", "demo")
     assert result.exit_code == 2
-    assert "matrix.json cannot be read" in result.stderr and "--release" in result.stderr
+    assert "There is no matrix file" in result.stderr and "--release" in result.stderr
     listed(house, *LISTED)
     held = table.read(house / "demo" / "matrix.json")
     verdicts = {r.release: (r.verdict, r.reason) for r in held.target_rows("demo", "vllm.worker:Worker.load")}
@@ -165,6 +165,12 @@ def test_update_writes_the_patchs_own_file_and_check_agrees(house):
     assert run("--update", "--patch", "demo").exit_code == 0
     assert (house / "demo" / "matrix.json").read_text() == before
     assert run("--check", "--patch", "demo", "--release", "vllm==9.1").exit_code == 0
+
+
+def test_update_warns_of_a_target_that_applies_nowhere(house):
+    result = run("--update", "--patch", "demo", "--release", "vllm==9.1.0")
+    assert "warning: demo: vllm.runner:Runner.load applies on none of the listed releases" in result.stderr
+    assert "warning: demo: vllm.worker:Worker.load" not in result.stderr
 
 
 def test_one_release_more_keeps_the_others(house):

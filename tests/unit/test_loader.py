@@ -269,9 +269,29 @@ def test_the_second_patch_on_an_attribute_is_refused_and_told_who_was_first(prob
     )
     assert done.value == [
         ["probe", LOAD, "applied", ""],
-        ["second", LOAD, "skipped", "patch 'probe' already holds this attribute"],
+        ["second", LOAD, "skipped", "patch 'probe' claims this attribute first; two patches cannot share one"],
         ["second", "vllm.worker:helper", "applied", ""],
     ]
+
+
+def test_a_required_module_that_is_not_there_is_said_when_an_engine_starts(probe: House) -> None:
+    gone = "vllm.wroker:Worker.load"
+    probe.patch("second", 'T("vllm.wroker", "Worker.load"), T("vllm.gone", "f", optional=True)')
+    done = probe.run("import vllm.plugins; vllm.plugins.load_general_plugins()", STATES, flag="probe,second")
+    assert done.value[gone][0] == "skipped"
+    assert "there is no module vllm.wroker" in done.value[gone][1]
+    assert f"second: {gone} is not hooked. vllm 7.0.0: there is no module vllm.wroker" in done.err
+    assert done.value["vllm.gone:f"][0] == "pending"
+    assert "vllm.gone" not in done.err
+
+
+def test_an_installer_that_forgets_the_undo_has_failed(probe: House) -> None:
+    probe.patch("second", 'T("vllm.worker", "helper", install="forgetful")', ["vllm.worker:helper"])
+    done = probe.run("import vllm.worker", STATES, "show(vllm.worker.helper(1))", flag="second")
+    states, value = done.shown
+    assert states["vllm.worker:helper"][0] == "failed"
+    assert "second.hooks:forgetful returned None and not the undo" in states["vllm.worker:helper"][1]
+    assert value == 2
 
 
 def test_two_names_for_one_class_are_one_attribute(probe: House) -> None:

@@ -150,6 +150,14 @@ def test_status_says_what_would_happen(house: House) -> None:
     assert found["problems"] == []
 
 
+def test_status_knows_that_an_attribute_has_one_owner(house: House) -> None:
+    house.patch("second", 'T("vllm.worker", "Worker.load")', [LOAD])
+    rows = {(row["patch"], row["target"]): row for row in status(house, flag="second,probe")["targets"]}
+    assert rows["probe", LOAD]["would_be"] == "applied"
+    assert rows["second", LOAD]["would_be"] == "skipped"
+    assert "patch 'probe' claims this attribute first" in rows["second", LOAD]["reason"]
+
+
 def test_status_imports_neither_vllm_nor_stage_two(house: House) -> None:
     house.write("vllm/__init__.py", "raise RuntimeError('imported')\n")
     house.write("torch/__init__.py", "raise RuntimeError('imported')\n")

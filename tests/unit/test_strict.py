@@ -64,7 +64,10 @@ def test_what_cannot_be_had_at_all_is_listed(house: House, flag: str, words: str
 def test_a_second_patch_on_an_attribute_is_listed(house: House) -> None:
     house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD])
     house.patch("second", 'T("vllm.worker", "Worker.load")', [LOAD])
-    assert "second: vllm.worker:Worker.load: patch 'probe' already holds this attribute" in start(house, "probe,second")
+    assert (
+        "second: vllm.worker:Worker.load: patch 'probe' claims this attribute first; two patches cannot share one"
+        in start(house, "probe,second")
+    )
 
 
 def test_what_upstream_has_is_no_fault_and_an_unlisted_release_is(house: House) -> None:
