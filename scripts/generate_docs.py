@@ -101,7 +101,7 @@ def live() -> str:
         stopped = row["stopped"].strip().splitlines()[-1][:160].replace("|", "/") if row["stopped"] else ""
         lines.append(
             f"| {row['release']} | {row['date']} | {row['python']} | {row['torch']} | {row['transformers']} "
-            f"| {row['lmcache']} | {results or stopped} |"
+            f"| {row['lmcache']} | {results or stopped}{'; ' + row['note'] if row.get('note') else ''} |"
         )
     return "\n".join(lines)
 

@@ -91,7 +91,8 @@ def check(release: str, torch: str, lmcache: str, venvs: Path) -> dict[str, obje
 def cause(log: str) -> str:
     """The exception that an engine's log names first; the ones after it tell that a process is gone."""
     named = re.findall(r"\b(\w*(?:Error|Exception): .+)", log)
-    first = [line for line in named if "Engine core initialization failed" not in line]
+    told_after = ("Engine core initialization failed", "at start.")
+    first = [line for line in named if not any(words in line for words in told_after)]
     return (first or named or [log[-500:] or "it ended without a word"])[0].strip()[:500]
 
 

@@ -102,8 +102,13 @@ def choose(value: str, found: Sequence[Found]) -> Choice:
 
 def unknown_name(name: str, found: Sequence[Found]) -> str:
     """The sentence for a name that no patch has."""
-    known = ", ".join(dict.fromkeys(one.name for one in found)) or "none"
-    return f"no patch is called {name!r}; known: {known}. Or use 1 for all of them, 0 for none."
+    import difflib
+
+    names = list(dict.fromkeys(one.name for one in found))
+    close = difflib.get_close_matches(name, names, 1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    known = ", ".join(names) or "none"
+    return f"no patch is called {name!r}{meant}; known: {known}. Or use 1 for all of them, 0 for none."
 
 
 def all_flags(found: Sequence[Found]) -> list[Flag]:
@@ -154,6 +159,10 @@ def _load(point: Any, earlier: list[Found]) -> Found:
         wrong = problems(patch, point.name)
     except (Exception, SystemExit) as error:
         text = f"its declaration {point.value} cannot be imported: {type(error).__name__}: {error}"
+        # A folder of that name in the working directory hides an installed package.
+        module = sys.modules.get(point.value.partition(":")[0])
+        where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+        text += f" (found at {where})" if where else ""
         return Found(point.name, distribution, None, text, traceback.format_exc())
     if wrong:
         return Found(point.name, distribution, None, f"its declaration {point.value} is not usable: {'; '.join(wrong)}")

@@ -76,7 +76,7 @@ def _would_be(out: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="what this environment would do", title_justify="left", expand=False)
     for column in ("patch", "target", "release", "would be", "reason"):
         table.add_column(column, overflow="fold")
-    for row in rows:
+    for row in sorted(rows, key=lambda row: not row["asked"]):  # what was asked for comes first
         if row["distribution"] and row["release"] is None and row["would_be"] == "skipped":
             continue  # a package that is not here; the JSON has them
         state = row["would_be"] if row["asked"] else f"{row['would_be']} (if asked for)"

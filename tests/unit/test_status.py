@@ -209,6 +209,17 @@ def test_an_unknown_name_is_a_problem(house: House) -> None:
     assert "no patch is called 'nope'" in found["problems"][0]
 
 
+def test_a_name_that_is_nearly_right_is_guessed(house: House) -> None:
+    assert "no patch is called 'prob' (did you mean probe?)" in " ".join(status(house, flag="prob", code=1)["problems"])
+
+
+def test_a_folder_that_hides_a_patch_is_named(house: House) -> None:
+    house.distribution("ghost-dist", "1.0", {"vllm_omni_patch.patches": {"ghost": "ghost:PATCH"}})
+    house.write("ghost/notes.txt", "")
+    told = " ".join(status(house, flag="ghost", code=1)["problems"])
+    assert "AttributeError" in told and f"(found at {house.folder / 'ghost'})" in told
+
+
 def test_a_wrong_folder_is_a_wrong_call(house: House) -> None:
     done = command(house, "status", "--report-dir", "/nowhere")
     assert done.returncode == 2
