@@ -111,6 +111,11 @@ def unknown_name(name: str, found: Sequence[Found]) -> str:
     return f"no patch is called {name!r}{meant}; known: {known}. Or use 1 for all of them, 0 for none."
 
 
+def claimed_by(first: str) -> str:
+    """The sentence for a target whose attribute an earlier patch has."""
+    return f"patch {first!r} claims this attribute first; two patches cannot share one"
+
+
 def all_flags(found: Sequence[Found]) -> list[Flag]:
     """The loader's variables and every declared patch's, each name once."""
     rows = {flag.name: flag for flag in CORE}

@@ -90,13 +90,7 @@ class Loader:
         for target in patch.targets:
             first = self._owners.setdefault((target.module, target.qualname), patch.name)
             if first != patch.name:
-                self._record(
-                    patch,
-                    target,
-                    "skipped",
-                    f"patch {first!r} claims this attribute first; two patches cannot share one",
-                    warn=True,
-                )
+                self._record(patch, target, "skipped", discover.claimed_by(first), warn=True)
             else:
                 self._record(patch, target, "pending")
 
@@ -208,8 +202,9 @@ class Loader:
                     if entry is None or entry.state != "pending" or target.optional or not installed.is_here(package):
                         continue
                     if ahead.module_file(target.module) is None:
-                        decision = ahead.decide(patch, target, self._release(target))
-                        self._stand_aside(patch, target, self._release(target), decision)
+                        release = self._release(target)
+                        decision = ahead.decide(patch, target, release)
+                        self._stand_aside(patch, target, release, decision)
                         if target.group:
                             self._group_is_off(patch, target.group, f"{target.name}: {decision.reason}")
         finally:

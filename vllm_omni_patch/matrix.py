@@ -119,9 +119,8 @@ def _decide_unlisted(
         return Decision("unlisted", True, reason, "warning")
     if unlisted == "skip":
         return Decision("unlisted", False, f"{said}; skipped, as {flags.UNLISTED.name}=skip asks")
-    theirs = patch.matrix and not table.releases
-    way_out = "" if theirs else "Upgrade vllm-omni-patch, or set"
-    reason = f"{said.rstrip('.')}; skipped. {way_out or 'Or set'} {flags.UNLISTED.name}=apply to hook it all the same"
+    way_out = "Or set" if patch.matrix and not table.releases else "Upgrade vllm-omni-patch, or set"
+    reason = f"{said.rstrip('.')}; skipped. {way_out} {flags.UNLISTED.name}=apply to hook it all the same"
     return Decision("unlisted", False, reason, "warning")
 
 

@@ -96,8 +96,7 @@ def _claimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         first = owners.setdefault(row["target"], row["patch"])
         if first != row["patch"] and row["would_be"] == "applied":
-            reason = f"patch {first!r} claims this attribute first; two patches cannot share one"
-            row.update(would_be="skipped", reason=reason)
+            row.update(would_be="skipped", reason=discover.claimed_by(first))
     return rows
 
 
