@@ -174,18 +174,25 @@ def _children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End the storage server on the way out, also one that a test has stopped (SIGSTOP)."""
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.contextmanager
 def _redis(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed")
     port = free_port()
     process = subprocess.Popen([program, "--port", str(port), "--save", "", "--dir", str(folder)])
-    try:
+    with _ended(process):
         yield f"redis://127.0.0.1:{port}", process
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait(10)
 
 
 @contextlib.contextmanager
@@ -194,14 +201,10 @@ def _lmcache_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]
     with open(folder / "lmcache-server.log", "wb") as log:
         command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
         process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
+    with _ended(process):
         time.sleep(15)
         assert process.poll() is None, (folder / "lmcache-server.log").read_text()[-2000:]
         yield f"lm://127.0.0.1:{port}", process
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait(10)
 
 
 @contextlib.contextmanager
