@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a hit costs a request, through a real vLLM: no cache, vLLM's connectors, LMCache's own engine, ours.
 
-    python scripts/bench_ec_vllm.py [--images 40] [--rounds 4]
+    python scripts/bench_ec_vllm.py [--images 40] [--restarts 3] [--rounds 4]
 
 All engines of the comparison run at the same time and are asked in turn, in short blocks whose order changes, because
 a machine's speed drifts from second to second. Before each block comes a pause: a vLLM worker spins for a second after
 its last step, and on few cores the engines would otherwise measure each other's spinning. Printed are medians of a
 request's time in ms and their ratio to vLLM's ``ECExampleConnector``:
 
-* ``after restart``: images that were stored by an engine that has ended, each asked once;
+* ``after restart``: images that were stored by an engine that has ended, each asked once of each of several fresh
+  engines, because two engines of one kind already differ by some percent, for as long as they live;
 * ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here;
 * ``CPU``: processor time of all processes of the engine per steady request, with what its worker spins after a block.
 
@@ -136,6 +137,7 @@ def variants(folder: str) -> list[Variant]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--images", type=int, default=40)
+    parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4, help="rounds of the steady part")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="bench-ec-")
@@ -149,21 +151,17 @@ def main() -> int:
                 for seed in images:
                     check(server.image(seed), server)
                 time.sleep(1)
+    first: Times = {}
+    lasting = [variant for variant in every if variant.survives or variant.ec is None]
     running: list[tuple[Variant, engine_process.Server]] = []
     try:
-        for variant in every:
-            try:
-                server = variant.boot(model)
-                running.append((variant, server))
-                for seed in (1, 2, 3, 4):
-                    check(server.image(seed), server)
-            except RuntimeError as error:
-                if variant.name != OFFLOAD:
-                    raise
-                variant.why_not = last_error(str(error))
-                if running and running[-1][0] is variant:
-                    running.pop()[1].group.kill()
-        first = ask([r for r in running if r[0].survives or r[0].ec is None], images, FIRST_BLOCK)
+        for number in range(options.restarts):
+            start(lasting if number % 2 else lasting[::-1], model, running)
+            for name, times in ask(running, images, FIRST_BLOCK).items():
+                first[name] = first.get(name, []) + times
+            while running:
+                running.pop()[1].group.kill()
+        start(every, model, running)
         ask(running, images, len(images))
         steady: Times = {variant.name: [] for variant, _ in running}
         before = {variant.name: processor_seconds(server) for variant, server in running}
@@ -182,6 +180,21 @@ def main() -> int:
     report(every, first, steady, spent, served, died)
     shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def start(variants: list[Variant], model: str, running: list[tuple[Variant, engine_process.Server]]) -> None:
+    """Boot ``variants`` and put each into ``running`` once it has answered a few images of its own."""
+    for variant in variants:
+        try:
+            running.append((variant, variant.boot(model)))
+            for seed in (1, 2, 3, 4):
+                check(running[-1][1].image(seed), running[-1][1])
+        except RuntimeError as error:
+            if variant.name != OFFLOAD:
+                raise
+            variant.why_not = last_error(str(error))
+            if running and running[-1][0] is variant:
+                running.pop()[1].group.kill()
 
 
 def last_error(log: str) -> str:

@@ -2,9 +2,10 @@
 """Gauges and counters named ``vllm_omni_patch_*``, gathered over all processes of an engine.
 
 vLLM serves ``/metrics`` from the API server, while most of what we count happens in the engine core and in workers.
-Each process therefore keeps its own numbers and leaves a snapshot in the run folder; where ``/metrics`` is served one
-collector (``exposition.py``) reads all of them. Prometheus' own multiprocess mode is not used for this: vLLM turns it
-on only with several API servers, and its child processes import ``prometheus_client`` before it could be set.
+Each process therefore keeps its own numbers and leaves them in the run folder: as a snapshot and, where the folder is
+in memory, in a file that is changed in place. Where ``/metrics`` is served one collector (``exposition.py``) reads all
+of them. Prometheus' own multiprocess mode is not used for this: vLLM turns it on only with several API servers, and
+its child processes import ``prometheus_client`` before it could be set.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import threading
 import time
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, installed, ledger
+from vllm_omni_patch import flags, installed, ledger, numbers
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
 STALE_S = 24 * 3600.0
+MEMORY = "/dev/shm"
 INTERVAL_S = 0.25  # a process leaves at most four snapshots a second, however much it counts
 
 Kind = Literal["gauge", "counter"]
@@ -35,6 +37,9 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 _lock = threading.RLock()
 _families: dict[str, tuple[Kind, str]] = {}
 _values: dict[Key, float] = {}
+_places: dict[Key, int] = {}  # in ``_values``, from which nothing is taken, and so in the file of numbers
+_numbers: numbers.Numbers | None = None
+_flushing = threading.RLock()
 _written = 0.0
 _due = threading.Event()
 _clerk: threading.Thread | None = None  # leaves the snapshots
@@ -47,8 +52,7 @@ def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
     """Set gauge ``vllm_omni_patch_<name>`` to ``value``."""
     with _lock:
         _families[name] = ("gauge", help)
-        _values[(name, _key(labels))] = float(value)
-    _soon()
+        _set((name, _key(labels)), float(value))
 
 
 def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
@@ -56,7 +60,20 @@ def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
     with _lock:
         _families[name] = ("counter", help)
         key = (name, _key(labels))
-        _values[key] = _values.get(key, 0.0) + amount
+        _set(key, _values.get(key, 0.0) + amount)
+
+
+def _set(key: Key, value: float) -> None:
+    """Keep a number and show it: in place where others know its place, else with the next snapshot."""
+    global _numbers
+    _values[key] = value
+    place = _places.setdefault(key, len(_places))
+    shown = _numbers
+    if shown is not None and place < shown.count:
+        if shown.put(place, value):
+            return
+        shown.close()
+        _numbers = None
     _soon()
 
 
@@ -119,10 +136,9 @@ def _sweep(parent: str) -> None:
 
 
 def _memory() -> str | None:
-    """A folder in memory, where there is one: snapshots are rewritten up to four times a second and live as long as
-    the engine. On a disk each rewrite would be written out."""
-    path = "/dev/shm"
-    return path if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) else None
+    """A folder in memory, where there is one: numbers change all the time and live as long as the engine. On a disk
+    each change would be written out."""
+    return MEMORY if os.path.isdir(MEMORY) and os.access(MEMORY, os.W_OK | os.X_OK) else None
 
 
 def _from_elsewhere(path: str) -> bool:
@@ -146,8 +162,8 @@ def changed() -> None:
 
 
 def _soon() -> None:
-    """Leave a snapshot before long, from another thread: numbers change in the middle of model steps, and replacing a
-    file may have to wait for a disk. The thread stays: to start one takes longer than all the rest of a count."""
+    """Leave a snapshot before long, from another thread: this may be the middle of a model step, and replacing a file
+    may have to wait for a disk. The thread stays: to start one takes longer than all the rest of a count."""
     global _clerk
     if _clerk is None:
         with _lock:
@@ -168,17 +184,52 @@ def _keep() -> None:
             flush()
 
 
-def flush() -> None:
-    """Leave this process's snapshot in the run folder. Never raises."""
-    global _written
+def flush(last: bool = False) -> None:
+    """Leave this process's snapshot in the run folder; after the ``last`` one no number is changed in place. Never
+    raises."""
+    global _written, _numbers
     try:
-        _written = time.monotonic()
-        path = folder()
-        if path is not None and (_values or ledger.entries()):
-            name = f"metrics-{platform.node()}-{os.getpid()}.json"
-            ledger.write_json(os.path.join(path, name), snapshot(), compact=True)
+        with _flushing:
+            _written = time.monotonic()
+            path = folder()
+            if path is None or not (_values or ledger.entries()):
+                return
+            ended: numbers.Numbers | None = None
+            with _lock:
+                if last:
+                    ended, _numbers = _numbers, None
+                else:
+                    _give_places(path)
+                one = snapshot()
+                if _numbers is not None:
+                    one["numbers"] = os.path.basename(_numbers.path)
+            ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), one, compact=True)
+            if ended is not None:
+                ended.close(remove=True)
     except Exception as error:
         ledger.logger("metrics").debug("could not leave a snapshot: %s", error)
+
+
+def _give_places(path: str) -> None:
+    """Put all numbers into a file that is changed in place, where the run folder is in memory. With the lock held."""
+    global _numbers
+    if not _values or not os.path.realpath(path).startswith(MEMORY + os.sep):
+        return
+    about = os.stat(path) if os.path.isdir(path) else None
+    if about is not None and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        return
+    if _numbers is not None and not _numbers.is_there():
+        _numbers.close()
+        _numbers = None
+    if _numbers is None:
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            name = f"numbers-{platform.node()}-{os.getpid()}-{time.time_ns()}"
+            _numbers = numbers.Numbers(os.path.join(path, name))
+        except (OSError, ValueError) as error:
+            ledger.logger("metrics").debug("numbers are left in snapshots only: %s", error)
+            return
+    _numbers.put_all(_values.values())
 
 
 def snapshot() -> dict[str, Any]:
@@ -210,12 +261,31 @@ def read_snapshots() -> list[dict[str, Any]]:
     for name in sorted(os.listdir(path)) if path and os.path.isdir(path) else []:
         if not name.startswith("metrics-") or name == mine:
             continue
-        try:
-            with open(os.path.join(str(path), name)) as file:
-                found.append(json.load(file))
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(OSError, ValueError):
+            found.append(_read(str(path), name))
     return found
+
+
+def _read(path: str, name: str) -> dict[str, Any]:
+    """A process's snapshot with its present numbers in it.
+
+    Raises:
+        OSError, ValueError: the snapshot cannot be read.
+    """
+    one: dict[str, Any] = {}
+    for _ in range(2):
+        with open(os.path.join(path, name)) as file:
+            one = json.load(file)
+        if "numbers" not in one:
+            break
+        try:
+            present = numbers.read(os.path.join(path, os.path.basename(one["numbers"])), len(one["values"]))
+        except FileNotFoundError:
+            continue  # the process has ended, or begun another file: its snapshot is a newer one now
+        for row, value in zip(one["values"], present, strict=True):
+            row[2] = row[2] if value is None else value
+        break
+    return one
 
 
 def is_alive(one: dict[str, Any]) -> bool:
@@ -253,17 +323,21 @@ def _at_exit() -> None:
         if (_made_by == os.getpid() or _serves) and not others and os.path.basename(path).startswith(FOLDER):
             shutil.rmtree(path, ignore_errors=True)
         else:
-            flush()
+            flush(last=True)
     except Exception as error:
         ledger.logger("metrics").debug("the run folder was not cleared: %s", error)
 
 
 def _after_fork() -> None:
     """A forked child counts from zero: what it inherited is its parent's."""
-    global _lock, _due, _clerk, _written, _serves
-    _lock, _due = threading.RLock(), threading.Event()
+    global _lock, _flushing, _due, _clerk, _written, _serves, _numbers
+    _lock, _flushing, _due = threading.RLock(), threading.RLock(), threading.Event()
     _clerk, _written, _serves = None, 0.0, False
+    if _numbers is not None:
+        _numbers.close()
+        _numbers = None
     _values.clear()
+    _places.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -200,7 +200,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """What this worker counted since its last step, where there is anything (0.28.0 and later)."""
-        counts = self._deltas.take(self._engine.stats.values())
+        counts = self._deltas.take(self._engine.stats)
         return WorkerMetadata(Report(counts)) if counts else None
 
     def take_failed_loads(self) -> list[Load]:
@@ -225,11 +225,15 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         """Counts of scheduler and workers since the last call (0.31.0 and later), from the scheduler's instance."""
         if self._scheduler is None:
             return None
+        counts = self._deltas.take(self._engine.stats)
+        if self._counts:
+            counts.update(self._counts)
+            self._counts = {}
+        if not counts:
+            return None
         from vllm_omni_patch.patches.ec_connector.connector_stats import LMCacheECStats
 
-        counts, self._counts = self._counts, {}
-        counts.update(self._deltas.take(self._engine.stats.values()))
-        return LMCacheECStats(data=counts) if counts else None
+        return LMCacheECStats(data=counts)
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

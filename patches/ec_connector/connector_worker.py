@@ -17,6 +17,8 @@ from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, is_precom
 if TYPE_CHECKING:
     import torch
 
+    from vllm_omni_patch.patches.ec_connector.stats import ECStats
+
 _log = ledger.logger("ec")
 # Items of one step are noted when the encoder is about to run and asked for when its outputs are saved, so this many
 # is far above any step; it only bounds the memory of releases that never save (a consumer).
@@ -186,10 +188,15 @@ class Deltas:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
+        self._counted = 0
         self._last: dict[str, float] = dict.fromkeys(names, 0)
 
-    def take(self, values: Mapping[str, float]) -> dict[str, float]:
+    def take(self, stats: ECStats) -> dict[str, float]:
         """What each counter has gained since the last call; only those that did."""
+        if stats.counted == self._counted:
+            return {}
+        self._counted = stats.counted
+        values = stats.values()
         last = self._last
         gained = {name: values[name] - last[name] for name in self._names if values[name] != last[name]}
         if gained:

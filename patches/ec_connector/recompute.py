@@ -67,9 +67,12 @@ def around_v1_encoder(
     ``runner.requests[id].mm_features`` are the request's items (0.11.1 and later).
     """
 
+    failed = connector.take_failed_loads()
+    if not failed and args and not args[0].scheduled_encoder_inputs:
+        return wrapped(*args, **kwargs)  # most steps
+
     def call(scheduler_output: Any, *more: Any, **named: Any) -> Any:
         scheduled = scheduler_output.scheduled_encoder_inputs
-        failed = connector.take_failed_loads()
         if failed:
             scheduled = extend(scheduled, failed, features_of)
             scheduler_output = copy.copy(scheduler_output)

@@ -35,6 +35,7 @@ class Runtime:
         name = engine_id or f"{os.getpid()}-{os.urandom(8).hex()}"
         self.parent = _private_parent(shm_path)
         self.path = _folder_of(self.parent, name)
+        self._epoch_file, self._refusals = self._file("epoch"), self._file("refused")
         self._mutex = threading.Lock()
         self._epoch: tuple[tuple[int, int], str] | None = None
         _remove_dead(self.parent, keep=self.path)
@@ -47,8 +48,11 @@ class Runtime:
 
     def epoch(self) -> str:
         """Text of the present epoch, the same in all processes of the engine on this host; ``""`` before the first."""
+        # Asked for every item; a failed stat costs several times what this does.
+        if not os.access(self._epoch_file, os.F_OK):
+            return self._epoch[1] if self._epoch else ""
         try:
-            status = os.stat(self._file("epoch"))
+            status = os.stat(self._epoch_file)
         except OSError:
             return self._epoch[1] if self._epoch else ""
         seen = (status.st_ino, status.st_mtime_ns)
@@ -56,7 +60,7 @@ class Runtime:
         if known is not None and known[0] == seen:
             return known[1]
         try:
-            with open(self._file("epoch"), encoding="ascii") as file:
+            with open(self._epoch_file, encoding="ascii") as file:
                 text = file.read()
         except (OSError, ValueError):
             return known[1] if known else ""
@@ -70,7 +74,7 @@ class Runtime:
         try:
             with open(temporary, "x", encoding="ascii") as file:
                 file.write(text)
-            os.rename(temporary, self._file("epoch"))
+            os.rename(temporary, self._epoch_file)
         except OSError as error:
             _log.warning(
                 "The new epoch holds for this process only: %s. Other processes may still load entries "
@@ -82,13 +86,13 @@ class Runtime:
     def refuse(self, path: str) -> None:
         """Mark an entry as unusable for every process of this engine."""
         with contextlib.suppress(OSError):
-            os.makedirs(self._file("refused"), 0o700, exist_ok=True)
+            os.makedirs(self._refusals, 0o700, exist_ok=True)
             with open(self._refusal(path), "w"):
                 pass
 
     def refused(self, path: str) -> bool:
         """Whether :meth:`refuse` was called for the entry, here or in another process of this engine."""
-        return os.path.exists(self._refusal(path))
+        return os.access(self._refusals, os.F_OK) and os.access(self._refusal(path), os.F_OK)
 
     def allow(self, path: str) -> None:
         """Lift :meth:`refuse`."""
@@ -115,7 +119,7 @@ class Runtime:
         return os.path.join(self.path, name)
 
     def _refusal(self, path: str) -> str:
-        return os.path.join(self.path, "refused", hashlib.sha256(path.encode()).hexdigest()[:40])
+        return os.path.join(self._refusals, hashlib.sha256(path.encode()).hexdigest()[:40])
 
     def _join(self) -> int:
         while True:

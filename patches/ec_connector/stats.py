@@ -60,6 +60,7 @@ class ECStats:
         self._lock = threading.Lock()
         self._values: dict[str, float] = dict.fromkeys(HELP, 0)
         self._reasons: dict[str, int] = {}
+        self.counted = 0  # calls of :meth:`add`: whoever has seen this many has seen every number
         self._logged_at = time.monotonic()
         self._logged: dict[str, float] = dict(self._values)
 
@@ -67,6 +68,7 @@ class ECStats:
         """Count; ``reason`` also keeps a count of its own (why stores were dropped). Never raises."""
         with self._lock:
             self._values[name] += amount
+            self.counted += 1
             if reason:
                 self._reasons[reason] = self._reasons.get(reason, 0) + int(amount)
         try:
@@ -99,9 +101,10 @@ class ECStats:
     def tick(self, last: bool = False) -> None:
         """Log one line when the interval is over and something happened; at once when ``last``. Never raises."""
         now = time.monotonic()
+        if not last and (self._interval <= 0 or now - self._logged_at < self._interval):
+            return  # asked several times in every step
         with self._lock:
-            due = self._interval > 0 and now - self._logged_at >= self._interval
-            if not (due or last) or self._values == self._logged:
+            if (not last and now - self._logged_at < self._interval) or self._values == self._logged:
                 return
             self._logged_at, self._logged = now, dict(self._values)
         try:

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_house import House
 
-from vllm_omni_patch import exposition, metrics
+from vllm_omni_patch import exposition, metrics, numbers
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -306,3 +309,113 @@ def test_the_flag_off_leaves_no_folder(house: House, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert set(tmp_path.iterdir()) == before
+
+
+def test_numbers_change_in_place(tmp_path: Path) -> None:
+    path = str(tmp_path / "numbers")
+    mine = numbers.Numbers(path)
+    mine.put_all([1.5, float("nan"), -2.0])
+    assert mine.count == 3
+    assert mine.put(2, 7.25)
+    first, second, third, fourth = numbers.read(path, 4)
+    assert (first, third, fourth) == (1.5, 7.25, 0.0)
+    assert second is not None and math.isnan(second)
+    with open(path, "r+b") as file:  # one of the two doubles of the first number: a write seen halfway
+        file.write(b"\1")
+    assert numbers.read(path, 1) == [None]
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        numbers.Numbers(path)
+    mine.close(remove=True)
+    assert not os.path.exists(path)
+
+
+def test_a_file_of_numbers_that_was_removed_is_noticed(tmp_path: Path) -> None:
+    mine = numbers.Numbers(str(tmp_path / "numbers"))
+    mine.put_all([0.0])
+    os.unlink(mine.path)
+    assert not all([mine.put(0, float(value)) for value in range(numbers._LOOK_AFTER)])
+    mine.close()
+
+
+def test_more_numbers_than_there_is_room_for(tmp_path: Path) -> None:
+    mine = numbers.Numbers(str(tmp_path / "numbers"))
+    mine.put_all(float(value) for value in range(numbers.ROOM + 5))
+    assert mine.count == numbers.ROOM
+    assert numbers.read(mine.path, numbers.ROOM + 1)[-2:] == [float(numbers.ROOM - 1), None]
+    mine.close()
+
+
+PLACES = """
+import json, os, time
+from vllm_omni_patch import metrics
+def settled(value):
+    metrics.add("steps_total", "Steps.", value)
+    metrics.flush()
+def shown():
+    rows = metrics.read_snapshots()[1:]
+    return sorted(value for row in rows for _, _, value in row["values"])
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory, as the run folder is by itself."""
+    if not os.path.isdir(metrics.MEMORY):
+        pytest.skip("no /dev/shm here")
+    with tempfile.TemporaryDirectory(prefix="vllm-omni-patch-test-", dir=metrics.MEMORY) as folder:
+        yield Path(folder)
+
+
+def test_a_number_is_seen_at_once_and_no_snapshot_is_written_for_it(house: House, memory: Path) -> None:
+    done = house.run(
+        PLACES,
+        """
+        import vllm
+        settled(1)
+        pid = os.fork()
+        if pid == 0:
+            settled(10)
+            time.sleep(0.6)  # the snapshot that the new number itself asked for
+            path = os.path.join(metrics.folder(), f"metrics-{os.uname().nodename}-{os.getpid()}.json")
+            before = os.stat(path).st_mtime_ns
+            metrics.add("steps_total", "Steps.", 5)
+            time.sleep(0.6)
+            os._exit(0 if os.stat(path).st_mtime_ns == before else 3)
+        first = os.waitpid(pid, 0)[1]
+        show([first, shown()])
+    """,
+        VLLM_OMNI_PATCH_RUN_DIR=str(memory),
+    )
+    assert done.value == [0, [15.0]], "a killed child's last number counts too"
+
+
+def test_the_last_snapshot_holds_the_numbers_itself(house: House, memory: Path) -> None:
+    house.run(
+        PLACES,
+        'import vllm; settled(1); metrics.add("steps_total", "Steps.", 2); show(1)',
+        VLLM_OMNI_PATCH_RUN_DIR=str(memory),
+    )
+    (left,) = memory.iterdir()
+    one = json.loads(left.read_text())
+    assert "numbers" not in one and one["values"] == [["steps_total", [], 3.0]]
+
+
+def test_numbers_go_on_where_their_file_is_removed_or_may_not_be_mapped(house: House, memory: Path) -> None:
+    code = """
+        import vllm
+        settled(1)
+        kept = [name for name in os.listdir(metrics.folder()) if name.startswith("numbers-")]
+        for name in kept:
+            os.unlink(os.path.join(metrics.folder(), name))
+        for _ in range(200):
+            metrics.add("steps_total", "Steps.")
+        metrics.flush()
+        one = metrics._read(metrics.folder(), f"metrics-{os.uname().nodename}-{os.getpid()}.json")
+        show([len(kept), one["values"], "numbers" in one])
+    """
+    done = house.run(PLACES, code, VLLM_OMNI_PATCH_RUN_DIR=str(memory))
+    assert done.value == [1, [["steps_total", [], 201.0]], True]
+    memory.chmod(0o777)
+    done = house.run(PLACES, code, VLLM_OMNI_PATCH_RUN_DIR=str(memory))
+    assert done.value == [0, [["steps_total", [], 201.0]], False]
