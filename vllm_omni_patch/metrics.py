@@ -65,16 +65,21 @@ def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
 
 def _set(key: Key, value: float) -> None:
     """Keep a number and show it: in place where others know its place, else with the next snapshot."""
-    global _numbers
     _values[key] = value
     place = _places.setdefault(key, len(_places))
-    shown = _numbers
-    if shown is not None and place < shown.count:
-        if shown.put(place, value):
+    if _numbers is not None and place < _numbers.count:
+        if _numbers.put(place, value):
             return
-        shown.close()
-        _numbers = None
+        _drop_numbers()
     _soon()
+
+
+def _drop_numbers() -> None:
+    """Show no more numbers in place, until the next snapshot begins a new file."""
+    global _numbers
+    if _numbers is not None:
+        _numbers.close()
+        _numbers = None
 
 
 def values() -> dict[Key, float]:
@@ -118,8 +123,8 @@ def start() -> None:
 def _sweep(parent: str) -> None:
     """Remove run folders of this host and user that engines left behind when they were killed, a day ago or longer.
 
-    Process ids may belong to another container that shares the folder. Should one be alive all the same, its next
-    number makes the folder again.
+    Process ids may belong to another container that shares the folder. Should one be alive all the same, one of
+    its next numbers makes the folder again.
     """
     for one in os.scandir(parent):
         try:
@@ -215,15 +220,14 @@ def _give_places(path: str) -> None:
     global _numbers
     if not _values or not os.path.realpath(path).startswith(MEMORY + os.sep):
         return
-    about = os.stat(path) if os.path.isdir(path) else None
-    if about is not None and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-        return
     if _numbers is not None and not _numbers.is_there():
-        _numbers.close()
-        _numbers = None
+        _drop_numbers()
     if _numbers is None:
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
+            about = os.stat(path)
+            if about.st_uid != os.getuid() or about.st_mode & 0o022:
+                return
             name = f"numbers-{platform.node()}-{os.getpid()}-{time.time_ns()}"
             _numbers = numbers.Numbers(os.path.join(path, name))
         except (OSError, ValueError) as error:
@@ -330,12 +334,10 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """A forked child counts from zero: what it inherited is its parent's."""
-    global _lock, _flushing, _due, _clerk, _written, _serves, _numbers
+    global _lock, _flushing, _due, _clerk, _written, _serves
     _lock, _flushing, _due = threading.RLock(), threading.RLock(), threading.Event()
     _clerk, _written, _serves = None, 0.0, False
-    if _numbers is not None:
-        _numbers.close()
-        _numbers = None
+    _drop_numbers()
     _values.clear()
     _places.clear()
 

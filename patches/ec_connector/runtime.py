@@ -48,22 +48,23 @@ class Runtime:
 
     def epoch(self) -> str:
         """Text of the present epoch, the same in all processes of the engine on this host; ``""`` before the first."""
+        known = self._epoch
+        before = known[1] if known else ""
         # Asked for every item; a failed stat costs several times what this does.
         if not os.access(self._epoch_file, os.F_OK):
-            return self._epoch[1] if self._epoch else ""
+            return before
         try:
             status = os.stat(self._epoch_file)
         except OSError:
-            return self._epoch[1] if self._epoch else ""
+            return before
         seen = (status.st_ino, status.st_mtime_ns)
-        known = self._epoch
         if known is not None and known[0] == seen:
             return known[1]
         try:
             with open(self._epoch_file, encoding="ascii") as file:
                 text = file.read()
         except (OSError, ValueError):
-            return known[1] if known else ""
+            return before
         self._epoch = (seen, text)
         return text
 

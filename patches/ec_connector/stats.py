@@ -101,10 +101,10 @@ class ECStats:
     def tick(self, last: bool = False) -> None:
         """Log one line when the interval is over and something happened; at once when ``last``. Never raises."""
         now = time.monotonic()
-        if not last and (self._interval <= 0 or now - self._logged_at < self._interval):
-            return  # asked several times in every step
+        if not (last or self._is_due(now)):
+            return  # without the lock: asked several times in every step
         with self._lock:
-            if (not last and now - self._logged_at < self._interval) or self._values == self._logged:
+            if not (last or self._is_due(now)) or self._values == self._logged:
                 return
             self._logged_at, self._logged = now, dict(self._values)
         try:
@@ -113,6 +113,9 @@ class ECStats:
             _log.info("%s", self.line(facts))
         except Exception as error:
             _log.debug("encoder cache statistics: %s", error)
+
+    def _is_due(self, now: float) -> bool:
+        return 0 < self._interval <= now - self._logged_at
 
     def line(self, facts: Snapshot) -> str:
         """The log line for ``facts``."""
