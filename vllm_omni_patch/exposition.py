@@ -77,7 +77,7 @@ def _follow(collector: Any) -> None:
 def _serve_from(registry: Any) -> None:
     try:
         register(registry)
-        metrics.serving()
+        metrics.changed()
     except Exception as error:
         ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
 

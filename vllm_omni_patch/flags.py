@@ -144,7 +144,8 @@ RUN_DIR = Flag(
     "path",
     "",
     "Folder through which the processes of one engine pass their metrics to the API server. Made by the first process "
-    "and inherited by its children; set it only where they do not inherit the environment.",
+    "and inherited by its children; set it only where they do not inherit the environment, and then to a new one for "
+    "each run: numbers of an earlier run that are found in it are added up.",
 )
 CACHE_DIR = Flag(
     "VLLM_OMNI_PATCH_CACHE_DIR",

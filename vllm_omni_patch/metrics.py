@@ -23,13 +23,14 @@ import threading
 import time
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, installed, ledger, numbers
+from vllm_omni_patch import flags, installed, ledger, numbers, shared_folder
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
 STALE_S = 24 * 3600.0
 MEMORY = "/dev/shm"
 INTERVAL_S = 0.25  # a process leaves at most four snapshots a second, however much it counts
+RETRY_S = 5.0  # from a snapshot that could not be left to the next try
 
 Kind = Literal["gauge", "counter"]
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -39,13 +40,15 @@ _families: dict[str, tuple[Kind, str]] = {}
 _values: dict[Key, float] = {}
 _places: dict[Key, int] = {}  # in ``_values``, from which nothing is taken, and so in the file of numbers
 _numbers: numbers.Numbers | None = None
+_shown: dict[tuple[str, Key], float] = {}  # the counters of other processes, as they were last read
 _flushing = threading.RLock()
 _written = 0.0
+_failure = ""
 _due = threading.Event()
 _clerk: threading.Thread | None = None  # leaves the snapshots
 _ended = False
-_made_by = 0
-_serves = False
+_member: shared_folder.Member | None = None
+_asked = False  # multiprocessing, to finalize forked children
 
 
 def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
@@ -65,21 +68,16 @@ def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
 
 def _set(key: Key, value: float) -> None:
     """Keep a number and show it: in place where others know its place, else with the next snapshot."""
+    global _numbers
     _values[key] = value
     place = _places.setdefault(key, len(_places))
-    if _numbers is not None and place < _numbers.count:
-        if _numbers.put(place, value):
+    if _numbers is not None and place < _numbers.known:
+        try:
+            _numbers.put(place, value)
             return
-        _drop_numbers()
+        except OSError:
+            _numbers = None  # removed, or no room: the next snapshot begins a new one
     _soon()
-
-
-def _drop_numbers() -> None:
-    """Show no more numbers in place, until the next snapshot begins a new file."""
-    global _numbers
-    if _numbers is not None:
-        _numbers.close()
-        _numbers = None
 
 
 def values() -> dict[Key, float]:
@@ -89,7 +87,8 @@ def values() -> dict[Key, float]:
 
 
 def _key(labels: dict[str, object]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, str(v)) for k, v in labels.items()))
+    # What is no text in UTF-8 would cost the whole page.
+    return tuple(sorted((k, str(v).encode(errors="replace").decode()) for k, v in labels.items()))
 
 
 # -- snapshots in the run folder
@@ -97,47 +96,99 @@ def _key(labels: dict[str, object]) -> tuple[tuple[str, str], ...]:
 
 def start() -> None:
     """Make the run folder, or take the one that was inherited. Without one, numbers stay within each process."""
-    global _made_by
     try:
         path = flags.read(flags.RUN_DIR)
-        if not path:
-            parent = _memory() or tempfile.gettempdir()
-            _sweep(parent)
-            path = tempfile.mkdtemp(prefix=f"{FOLDER}-{platform.node()}-", dir=parent)
-            os.environ[flags.RUN_DIR.name] = path
-            _made_by = os.getpid()
+        if not path or _is_of_another_server(path):
+            os.environ[flags.RUN_DIR.name] = _make()
         elif not os.path.isdir(path) and not _from_elsewhere(path):
             os.makedirs(path, mode=0o700)
-            _made_by = os.getpid()
+        _join()
     except OSError as error:
         ledger.say(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
     atexit.register(_at_exit)
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
-        # Children of multiprocessing leave without exit handlers, but run their finalizers.
-        from multiprocessing.util import Finalize
+    if _is_multiprocessing_child():
+        _finalize()
+    _finalize_children()
 
-        Finalize(None, _at_exit, exitpriority=-100)
+
+def _make() -> str:
+    """A new run folder, named after this host and process.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    failure: OSError | None = None
+    for parent in filter(None, (_memory(), tempfile.gettempdir())):
+        _sweep(parent)
+        try:
+            return tempfile.mkdtemp(prefix=f"{_start()}{os.getpid()}-", dir=parent)
+        except OSError as error:
+            failure = error
+    raise failure or OSError("no place for it")
+
+
+def _start() -> str:
+    return f"{FOLDER}-{platform.node()}-"
+
+
+def _is_of_another_server(path: str) -> bool:
+    """This is a server that the maker of the run folder started as a program of its own, perhaps one of several.
+
+    The API servers of one engine are children of multiprocessing.
+    """
+    made_by_parent = os.path.basename(path.rstrip("/")).startswith(f"{_start()}{os.getppid()}-")
+    return made_by_parent and not _is_multiprocessing_child() and ledger.role() == "api server"
+
+
+def _is_multiprocessing_child() -> bool:
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _join() -> None:
+    """Take part in the run folder, so that it is there as long as this process. One that the user named stays."""
+    global _member
+    path = folder()
+    if path is None or not os.path.basename(path).startswith(_start()):
+        return
+    if _member is None or _member.path != path or not _member.is_there():
+        if _member is not None:
+            _member.forget()
+        _member = None
+        _member = shared_folder.Member(path)
+
+
+def _finalize() -> None:
+    """Children of multiprocessing leave without exit handlers, but run their finalizers."""
+    from multiprocessing.util import Finalize
+
+    Finalize(None, _at_exit, exitpriority=-100)
+
+
+def _finalize_children() -> None:
+    """A child of multiprocessing clears the finalizers that it inherited, and then asks here for its own."""
+    global _asked
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and not _asked:
+        util.register_after_fork(sys.modules[__name__], lambda _: _finalize())
+        _asked = True
 
 
 def _sweep(parent: str) -> None:
-    """Remove run folders of this host and user that engines left behind when they were killed, a day ago or longer.
+    """Remove run folders of this host and user that engines left behind when they were killed.
 
-    Process ids may belong to another container that shares the folder. Should one be alive all the same, one of
-    its next numbers makes the folder again.
+    One in which nobody ever took part (its process was killed at once) goes after a day.
     """
-    for one in os.scandir(parent):
-        try:
-            about = one.stat(follow_symlinks=False)
-            if not one.name.startswith(f"{FOLDER}-{platform.node()}-") or about.st_uid != os.getuid():
-                continue
-            names = [name for name in os.listdir(one.path) if name.startswith("metrics-")]
-            pids = [name.rpartition("-")[2].removesuffix(".json") for name in names]
-            host = platform.node()
-            if time.time() - about.st_mtime > STALE_S and not any(is_alive({"host": host, "pid": pid}) for pid in pids):
-                shutil.rmtree(one.path, ignore_errors=True)
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):
+        for one in os.scandir(parent):
+            with contextlib.suppress(OSError):
+                about = one.stat(follow_symlinks=False)
+                if not one.name.startswith(_start()) or about.st_uid != os.getuid() or not one.is_dir():
+                    continue
+                if shared_folder.remove_if_left(one.path) or time.time() - about.st_mtime < STALE_S:
+                    continue
+                if not os.path.exists(os.path.join(one.path, shared_folder.ALIVE)):
+                    shutil.rmtree(one.path, ignore_errors=True)
 
 
 def _memory() -> str | None:
@@ -149,7 +200,7 @@ def _memory() -> str | None:
 def _from_elsewhere(path: str) -> bool:
     """A run folder that a process on another host made: its path means nothing here."""
     name = os.path.basename(path.rstrip("/"))
-    return name.startswith(f"{FOLDER}-") and not name.startswith(f"{FOLDER}-{platform.node()}-")
+    return name.startswith(f"{FOLDER}-") and not name.startswith(_start())
 
 
 def folder() -> str | None:
@@ -173,9 +224,10 @@ def _soon() -> None:
     if _clerk is None:
         with _lock:
             if _clerk is None:
-                _clerk = threading.Thread(target=_keep, name="vllm-omni-patch-metrics", daemon=True)
-                with contextlib.suppress(RuntimeError):  # the interpreter is shutting down; its exit handler writes
-                    _clerk.start()
+                clerk = threading.Thread(target=_keep, name="vllm-omni-patch-metrics", daemon=True)
+                with contextlib.suppress(RuntimeError):  # too many threads; or the end, where the exit handler writes
+                    clerk.start()
+                    _clerk = clerk
     if not _due.is_set():
         _due.set()
 
@@ -183,7 +235,7 @@ def _soon() -> None:
 def _keep() -> None:
     while not _ended:
         _due.wait()
-        time.sleep(max(0.0, _written + INTERVAL_S - time.monotonic()))
+        time.sleep(max(0.0, _written + (RETRY_S if _failure else INTERVAL_S) - time.monotonic()))
         _due.clear()  # before the numbers are read: one that changes meanwhile asks again
         if not _ended:
             flush()
@@ -192,48 +244,73 @@ def _keep() -> None:
 def flush(last: bool = False) -> None:
     """Leave this process's snapshot in the run folder; after the ``last`` one no number is changed in place. Never
     raises."""
-    global _written, _numbers
+    global _written, _numbers, _failure
     try:
         with _flushing:
             _written = time.monotonic()
             path = folder()
-            if path is None or not (_values or ledger.entries()):
-                return
-            ended: numbers.Numbers | None = None
+            if path is None or not (_values or (ledger.entries() and not last)):
+                return  # the states of a process that has ended are nobody's
+            with contextlib.suppress(OSError):
+                _join()
             with _lock:
-                if last:
-                    ended, _numbers = _numbers, None
-                else:
-                    _give_places(path)
+                file = _numbers if last else _give_places(path)
                 one = snapshot()
-                if _numbers is not None:
-                    one["numbers"] = os.path.basename(_numbers.path)
-            ledger.write_json(os.path.join(path, f"metrics-{platform.node()}-{os.getpid()}.json"), one, compact=True)
-            if ended is not None:
-                ended.close(remove=True)
+                if last:
+                    _numbers = None
+                elif file is not None:
+                    one["numbers"] = os.path.basename(file.path)
+            ledger.write_json(os.path.join(path, _name()), one, compact=True)
+            if file is not None and last:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.path)
+            elif file is not None:
+                with _lock:  # from now on readers know these places; what changed before asked for another snapshot
+                    file.known = len(one["values"])
+            _failure = ""
     except Exception as error:
-        ledger.logger("metrics").debug("could not leave a snapshot: %s", error)
+        if not (_failure or last):
+            who = f"process {os.getpid()} ({ledger.role()})"
+            text = f"{who} cannot show its numbers on /metrics: {error}; trying again every {RETRY_S:g} s"
+            ledger.say(logging.WARNING, text, "metrics")
+        _failure = str(error) or type(error).__name__
+        if not last:
+            _soon()
 
 
-def _give_places(path: str) -> None:
+def _name() -> str:
+    """Name of this process's snapshot. Another process may come to have the same id."""
+    return f"metrics-{platform.node()}-{os.getpid()}-{_born(os.getpid())}.json"
+
+
+def _born(pid: int) -> int:
+    """When a living process of this host began, in clock ticks from the start of the host; 0: not known here."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _give_places(path: str) -> numbers.Numbers | None:
     """Put all numbers into a file that is changed in place, where the run folder is in memory. With the lock held."""
     global _numbers
     if not _values or not os.path.realpath(path).startswith(MEMORY + os.sep):
-        return
-    if _numbers is not None and not _numbers.is_there():
-        _drop_numbers()
-    if _numbers is None:
-        try:
+        return None
+    try:
+        if _numbers is None or not os.path.exists(_numbers.path):
+            _numbers = None
             os.makedirs(path, mode=0o700, exist_ok=True)
             about = os.stat(path)
             if about.st_uid != os.getuid() or about.st_mode & 0o022:
-                return
+                return None
             name = f"numbers-{platform.node()}-{os.getpid()}-{time.time_ns()}"
             _numbers = numbers.Numbers(os.path.join(path, name))
-        except (OSError, ValueError) as error:
-            ledger.logger("metrics").debug("numbers are left in snapshots only: %s", error)
-            return
-    _numbers.put_all(_values.values())
+        _numbers.put_all(_values.values())
+    except OSError as error:
+        _numbers = None
+        ledger.logger("metrics").debug("numbers are left in snapshots only: %s", error)
+    return _numbers
 
 
 def snapshot() -> dict[str, Any]:
@@ -242,7 +319,7 @@ def snapshot() -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "host": platform.node(),
-            "serves": _serves,
+            "born": _born(os.getpid()),
             "families": {name: list(family) for name, family in _families.items()},
             "values": [[name, [list(label) for label in labels], value] for (name, labels), value in _values.items()],
             "vllm_version": str(ledger.process().get("vllm_version", "")),
@@ -260,26 +337,27 @@ def _matters(entry: ledger.Entry) -> bool:
 def read_snapshots() -> list[dict[str, Any]]:
     """The snapshots of all processes of this run, this one's as it is now. Unreadable ones are left out."""
     path = folder()
-    mine = f"metrics-{platform.node()}-{os.getpid()}.json"
+    mine = _name()
     found = [snapshot()]
     for name in sorted(os.listdir(path)) if path and os.path.isdir(path) else []:
         if not name.startswith("metrics-") or name == mine:
             continue
-        with contextlib.suppress(OSError, ValueError):
+        try:
             found.append(_read(str(path), name))
+        except Exception as error:
+            ledger.logger("metrics").debug("left out %s: %s", name, error)
     return found
 
 
 def _read(path: str, name: str) -> dict[str, Any]:
-    """A process's snapshot with its present numbers in it.
+    """A process's snapshot with its present numbers in it. No counter is less than it was when last read.
 
     Raises:
-        OSError, ValueError: the snapshot cannot be read.
+        OSError, ValueError, ...: the snapshot cannot be read, or is none.
     """
     one: dict[str, Any] = {}
     for _ in range(2):
-        with open(os.path.join(path, name)) as file:
-            one = json.load(file)
+        one = _whole(json.loads(numbers.read_file(os.path.join(path, name))))
         if "numbers" not in one:
             break
         try:
@@ -289,7 +367,30 @@ def _read(path: str, name: str) -> dict[str, Any]:
         for row, value in zip(one["values"], present, strict=True):
             row[2] = row[2] if value is None else value
         break
+    with _lock:
+        for row in one["values"]:
+            if one["families"][row[0]][0] == "counter":
+                key = (name, (row[0], tuple((k, v) for k, v in row[1])))
+                row[2] = _shown[key] = max(row[2], _shown.get(key, 0.0))
     return one
+
+
+def _whole(one: Any) -> dict[str, Any]:
+    """A snapshot that has all that its readers count on.
+
+    Raises:
+        KeyError, TypeError, ValueError: it has not.
+    """
+    families = {str(name): (str(kind), str(text)) for name, (kind, text) in one["families"].items()}
+    if not {kind for kind, _ in families.values()} <= {"gauge", "counter"}:
+        raise ValueError(f"neither gauge nor counter: {families}")
+    values = [
+        [str(name), [(str(label), str(value)) for label, value in labels], float(number)]
+        for name, labels, number in one["values"]
+    ]
+    states = [(str(patch), str(target), str(state)) for patch, target, state in one["states"]]
+    about = {"pid": int(one["pid"]), "host": str(one["host"]), "vllm_version": str(one["vllm_version"])}
+    return {**one, **about, "families": families, "values": values, "states": states}
 
 
 def is_alive(one: dict[str, Any]) -> bool:
@@ -302,44 +403,41 @@ def is_alive(one: dict[str, Any]) -> bool:
         return False
     except (OSError, ValueError, KeyError):
         return True
-    return True
-
-
-def serving() -> None:
-    """Note that this process shows the numbers: the run folder lives as long as it does."""
-    global _serves
-    _serves = True
-    changed()
+    born = _born(int(one["pid"]))  # it may be another process by now
+    return not born or not one.get("born") or one["born"] == born
 
 
 # -- the end of a process
 
 
 def _at_exit() -> None:
-    """Leave the last numbers. The maker of the run folder removes it, unless a server that uses it lives on."""
-    global _ended
+    """Leave the last numbers. The last process of the run removes its folder."""
+    global _ended, _member
     _ended = True
     try:
         path = folder()
         if path is None or not os.path.isdir(path):
             return
-        others = [one for one in read_snapshots() if one["pid"] != os.getpid() and one.get("serves") and is_alive(one)]
-        if (_made_by == os.getpid() or _serves) and not others and os.path.basename(path).startswith(FOLDER):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            flush(last=True)
+        flush(last=True)
+        member, _member = _member, None
+        if member is not None:
+            member.leave()
     except Exception as error:
         ledger.logger("metrics").debug("the run folder was not cleared: %s", error)
 
 
 def _after_fork() -> None:
     """A forked child counts from zero: what it inherited is its parent's."""
-    global _lock, _flushing, _due, _clerk, _written, _serves
+    global _lock, _flushing, _due, _clerk, _written, _numbers, _member, _failure
     _lock, _flushing, _due = threading.RLock(), threading.RLock(), threading.Event()
-    _clerk, _written, _serves = None, 0.0, False
-    _drop_numbers()
+    _clerk, _written, _numbers, _failure = None, 0.0, None, ""
     _values.clear()
     _places.clear()
+    _shown.clear()
+    if _member is not None:
+        _member.forget()
+        _member = None
+    _finalize_children()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -2,24 +2,21 @@
 """What the processes of one engine on one host share: a private folder in shared memory.
 
 It holds the entries when no disk is configured (so that the scheduler sees what a worker stored), the epoch, and marks
-for entries that a worker could not use and could not remove. Each process keeps a shared lock on the file ``alive``;
-the kernel drops it however the process ends. The last one to close removes the folder, and an engine that starts
-removes the folders in which nobody is alive.
+for entries that a worker could not use and could not remove. The last process to close removes the folder, and an
+engine that starts removes the folders in which nobody is alive (``shared_folder.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import shutil
 import stat
 import tempfile
 import threading
 import time
 
-from vllm_omni_patch import ledger
+from vllm_omni_patch import ledger, shared_folder
 
 _log = ledger.logger("ec")
 
@@ -37,9 +34,9 @@ class Runtime:
         self.path = _folder_of(self.parent, name)
         self._epoch_file, self._refusals = self._file("epoch"), self._file("refused")
         self._mutex = threading.Lock()
-        self._epoch: tuple[tuple[int, int], str] | None = None
+        self._epoch: tuple[tuple[int, int] | None, str] | None = None
         _remove_dead(self.parent, keep=self.path)
-        self._alive: int | None = self._join()
+        self._alive: shared_folder.Member | None = shared_folder.Member(self.path)
 
     @property
     def entries(self) -> str:
@@ -53,13 +50,9 @@ class Runtime:
         # Asked for every item; a failed stat costs several times what this does.
         if not os.access(self._epoch_file, os.F_OK):
             return before
-        try:
-            status = os.stat(self._epoch_file)
-        except OSError:
+        seen = self._epoch_seen()
+        if seen is None or (known is not None and known[0] == seen):
             return before
-        seen = (status.st_ino, status.st_mtime_ns)
-        if known is not None and known[0] == seen:
-            return known[1]
         try:
             with open(self._epoch_file, encoding="ascii") as file:
                 text = file.read()
@@ -67,6 +60,14 @@ class Runtime:
             return before
         self._epoch = (seen, text)
         return text
+
+    def _epoch_seen(self) -> tuple[int, int] | None:
+        """What tells one epoch file from the next; ``None`` when there is none."""
+        try:
+            status = os.stat(self._epoch_file)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def new_epoch(self) -> None:
         """Begin an epoch that no earlier or other run of the engine can have had."""
@@ -82,7 +83,10 @@ class Runtime:
                 "stored before the reset.",
                 error,
             )
-            self._epoch = ((-1, -1), text)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            # In place of what the file says, until another process has begun an epoch there.
+            self._epoch = (self._epoch_seen(), text)
 
     def refuse(self, path: str) -> None:
         """Mark an entry as unusable for every process of this engine."""
@@ -108,34 +112,15 @@ class Runtime:
     def close(self) -> None:
         """Leave; remove the folder when nobody else is in it. Never raises."""
         with self._mutex:
-            handle, self._alive = self._alive, None
-        if handle is None:
-            return
-        with contextlib.suppress(OSError):
-            if _alone(handle):
-                shutil.rmtree(self.path, ignore_errors=True)
-        os.close(handle)
+            member, self._alive = self._alive, None
+        if member is not None:
+            member.leave()
 
     def _file(self, name: str) -> str:
         return os.path.join(self.path, name)
 
     def _refusal(self, path: str) -> str:
         return os.path.join(self._refusals, hashlib.sha256(path.encode()).hexdigest()[:40])
-
-    def _join(self) -> int:
-        while True:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.path, 0o700)
-            try:
-                handle = os.open(self._file("alive"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except FileNotFoundError:
-                continue
-            fcntl.flock(handle, fcntl.LOCK_SH)
-            # Another process may have removed the folder before the lock was had.
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(handle), os.stat(self._file("alive"))):
-                    return handle
-            os.close(handle)
 
 
 def sweep(shm_path: str, engine_id: str = "", seconds: float = 0.0) -> None:
@@ -180,22 +165,4 @@ def _remove_dead(parent: str, keep: str) -> None:
     with contextlib.suppress(OSError):
         for entry in os.scandir(parent):
             if entry.path != keep and entry.is_dir(follow_symlinks=False):
-                _remove_if_dead(entry.path)
-
-
-def _remove_if_dead(path: str) -> None:
-    with contextlib.suppress(OSError):
-        handle = os.open(os.path.join(path, "alive"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if _alone(handle):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(handle)
-
-
-def _alone(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+                shared_folder.remove_if_left(entry.path)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +197,22 @@ def test_a_new_epoch_hides_what_was_stored_in_all_processes_and_ends_with_the_ru
     scheduler.close()
     again = build(disk=True)
     assert same(again.get("id", "cpu"), output(4, 4)), "the next run loads the weights from the model again"
+
+
+def test_an_epoch_that_cannot_be_written_down_still_hides_what_was_stored(build: Any) -> None:
+    worker, scheduler = build(disk=True), build("scheduler", disk=True)
+    worker.new_epoch()
+    assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as when the memory is full
+    try:
+        worker.new_epoch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert worker.get("id", "cpu") is None, "output of the weights of before"
+    assert worker.put("id", output(4, 4, seed=1)) and worker.flush(5)
+    assert same(worker.get("id", "cpu"), output(4, 4, seed=1))
+    assert not list(Path(worker._runtime.path).glob("epoch.*"))
+    scheduler.new_epoch()
+    assert not scheduler.contains("id") and worker.get("id", "cpu") is None, "an epoch that others began later counts"

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from fake_house import House
 
-from vllm_omni_patch import exposition, metrics, numbers
+from vllm_omni_patch import exposition, metrics, numbers, shared_folder
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -215,7 +216,7 @@ def test_a_late_number_is_left_behind_too(house: House) -> None:
         for _ in range(50):
             metrics.add("steps_total", "Steps.")
         deadline = time.monotonic() + 20
-        path = os.path.join(metrics.folder(), f"metrics-{os.uname().nodename}-{os.getpid()}.json")
+        path = os.path.join(metrics.folder(), metrics._name())
         while time.monotonic() < deadline:
             values = json.load(open(path))["values"] if os.path.exists(path) else []
             if values == [["steps_total", [], 50.0]]:
@@ -280,19 +281,42 @@ def test_a_child_that_made_the_folder_removes_it(house: House, tmp_path: Path) -
     assert not exists
 
 
-def test_what_a_killed_engine_left_is_swept_after_a_day(tmp_path: Path) -> None:
+def test_what_a_killed_engine_left_is_swept(tmp_path: Path) -> None:
     start = f"vllm-omni-patch-run-{platform.node()}-"
-    cases = {"old": (2**22 + 7, True), "recent": (2**22 + 7, False), "alive": (os.getpid(), True)}
-    for name, (pid, aged) in cases.items():
+    for name in ("killed", "alive", "quiet", "never joined", "just made"):
         (tmp_path / f"{start}{name}").mkdir()
-        (tmp_path / f"{start}{name}" / f"metrics-{platform.node()}-{pid}.json").write_text("{}")
-        if aged:
-            os.utime(tmp_path / f"{start}{name}", (1, 1))
     (tmp_path / "vllm-omni-patch-run-otherhost-x").mkdir()
-    os.utime(tmp_path / "vllm-omni-patch-run-otherhost-x", (1, 1))
+    shared_folder.Member(str(tmp_path / f"{start}killed")).forget()
+    members = [shared_folder.Member(str(tmp_path / f"{start}{name}")) for name in ("alive", "quiet")]
+    for name in (f"{start}quiet", f"{start}never joined", "vllm-omni-patch-run-otherhost-x"):
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / f"{start}linked").symlink_to(tmp_path / f"{start}quiet")
     metrics._sweep(str(tmp_path))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {f"{start}recent", f"{start}alive", "vllm-omni-patch-run-otherhost-x"}
+    left = {path.name.removeprefix(start) for path in tmp_path.iterdir()}
+    assert left == {"alive", "quiet", "just made", "linked", "vllm-omni-patch-run-otherhost-x"}
+    for member in members:
+        member.leave()
+
+
+def test_the_last_of_a_run_removes_its_folder(house: House) -> None:
+    """A child may live longer than the server that made the folder."""
+    done = house.run(
+        SERVER,
+        """
+        import vllm
+        late = CHILD + "print('up', flush=True); sys.stdin.read(); time.sleep(2); metrics.flush()"
+        child = subprocess.Popen([sys.executable, "-c", "import sys, time" + late],
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        child.stdout.readline()
+        show(os.environ["VLLM_OMNI_PATCH_RUN_DIR"])
+    """,
+    )
+    folder = done.value
+    assert os.path.exists(folder)
+    deadline = time.monotonic() + 20
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(folder)
 
 
 def test_an_unwritable_folder_costs_nothing_but_the_page(house: House) -> None:
@@ -315,35 +339,66 @@ def test_numbers_change_in_place(tmp_path: Path) -> None:
     path = str(tmp_path / "numbers")
     mine = numbers.Numbers(path)
     mine.put_all([1.5, float("nan"), -2.0])
-    assert mine.count == 3
-    assert mine.put(2, 7.25)
+    mine.put(2, 7.25)
     first, second, third, fourth = numbers.read(path, 4)
-    assert (first, third, fourth) == (1.5, 7.25, 0.0)
+    assert (first, third, fourth) == (1.5, 7.25, None)
     assert second is not None and math.isnan(second)
-    with open(path, "r+b") as file:  # one of the two doubles of the first number: a write seen halfway
-        file.write(b"\1")
-    assert numbers.read(path, 1) == [None]
     assert os.stat(path).st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
         numbers.Numbers(path)
-    mine.close(remove=True)
-    assert not os.path.exists(path)
 
 
-def test_a_file_of_numbers_that_was_removed_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [b"\1", b"\0" * 16, b"noise" * 3], ids=["a write seen halfway", "zeros", "noise"])
+def test_a_damaged_number_is_none(tmp_path: Path, damage: bytes) -> None:
     mine = numbers.Numbers(str(tmp_path / "numbers"))
-    mine.put_all([0.0])
+    mine.put_all([3.0, 4.0])
+    with open(mine.path, "r+b") as file:
+        file.write(damage)
+    assert numbers.read(mine.path, 2) == [None, 4.0]
+
+
+def test_a_file_of_numbers_that_was_cut_short_removed_or_replaced(tmp_path: Path) -> None:
+    mine = numbers.Numbers(str(tmp_path / "numbers"))
+    mine.put_all([1.0, 2.0, 3.0])
+    os.truncate(mine.path, 0)
+    mine.put(2, 4.0)
+    assert numbers.read(mine.path, 3) == [None, None, 4.0]
+    other = tmp_path / "precious"
+    other.write_bytes(b"x" * 100)
     os.unlink(mine.path)
-    assert not all([mine.put(0, float(value)) for value in range(numbers._LOOK_AFTER)])
-    mine.close()
+    with pytest.raises(FileNotFoundError):
+        mine.put(0, 1.0)
+    os.symlink(other, mine.path)
+    with pytest.raises(OSError):
+        mine.put(0, 1.0)
+    assert other.read_bytes() == b"x" * 100
+    os.unlink(mine.path)
+    os.mkfifo(mine.path)
+    with pytest.raises(OSError, match="not a plain file"):
+        numbers.read(mine.path, 1)
 
 
-def test_more_numbers_than_there_is_room_for(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_number_that_was_not_written(tmp_path: Path) -> None:
+    """A process writes 1000000, 1000001, ... as fast as it can; each look finds at least what the one before did."""
     mine = numbers.Numbers(str(tmp_path / "numbers"))
-    mine.put_all(float(value) for value in range(numbers.ROOM + 5))
-    assert mine.count == numbers.ROOM
-    assert numbers.read(mine.path, numbers.ROOM + 1)[-2:] == [float(numbers.ROOM - 1), None]
-    mine.close()
+    mine.put_all([1e6])
+    pid = os.fork()
+    if pid == 0:
+        count = 1e6
+        while True:
+            count += 1
+            mine.put(0, count)
+    try:
+        looks, before = 0, 1e6
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            (value,) = numbers.read(mine.path, 1)
+            assert value is not None and value >= before
+            looks, before = looks + (value > before), value
+        assert looks > 100
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
 
 
 PLACES = """
@@ -377,7 +432,7 @@ def test_a_number_is_seen_at_once_and_no_snapshot_is_written_for_it(house: House
         if pid == 0:
             settled(10)
             time.sleep(0.6)  # the snapshot that the new number itself asked for
-            path = os.path.join(metrics.folder(), f"metrics-{os.uname().nodename}-{os.getpid()}.json")
+            path = os.path.join(metrics.folder(), metrics._name())
             before = os.stat(path).st_mtime_ns
             metrics.add("steps_total", "Steps.", 5)
             time.sleep(0.6)
@@ -411,7 +466,7 @@ def test_numbers_go_on_where_their_file_is_removed_or_may_not_be_mapped(house: H
         for _ in range(200):
             metrics.add("steps_total", "Steps.")
         metrics.flush()
-        one = metrics._read(metrics.folder(), f"metrics-{os.uname().nodename}-{os.getpid()}.json")
+        one = metrics._read(metrics.folder(), metrics._name())
         show([len(kept), one["values"], "numbers" in one])
     """
     done = house.run(PLACES, code, VLLM_OMNI_PATCH_RUN_DIR=str(memory))
@@ -419,3 +474,153 @@ def test_numbers_go_on_where_their_file_is_removed_or_may_not_be_mapped(house: H
     memory.chmod(0o777)
     done = house.run(PLACES, code, VLLM_OMNI_PATCH_RUN_DIR=str(memory))
     assert done.value == [0, [["steps_total", [], 201.0]], False]
+
+
+def test_a_snapshot_that_could_not_be_left_is_tried_again(house: House, memory: Path) -> None:
+    """A memory that is nearly full has room for the small file of numbers, and not for the snapshot that names it."""
+    done = house.run(
+        PLACES,
+        """
+        import resource, signal, vllm
+        metrics.RETRY_S = 0.5
+        metrics.set_gauge("size_bytes", "Size.", 3)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+        metrics.flush()
+        metrics.flush()
+        named = [name for name in os.listdir(metrics.folder()) if name.startswith("metrics-")]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        deadline = time.monotonic() + 20
+        path = os.path.join(metrics.folder(), metrics._name())
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        metrics.set_gauge("size_bytes", "Size.", 4)
+        show([named, metrics._read(metrics.folder(), metrics._name())["values"]])
+    """,
+        VLLM_OMNI_PATCH_RUN_DIR=str(memory),
+    )
+    assert done.value == [[], [["size_bytes", [], 4.0]]]
+    assert done.err.count("cannot show its numbers on /metrics") == 1
+
+
+def test_a_counter_is_never_less_than_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of numbers of a living process is lost, and its snapshot is older."""
+    families = {**COUNTER, **GAUGE}
+    values = [["steps_total", [["kind", "a"]], 1.0], ["size_bytes", [], 8.0]]
+    mine = numbers.Numbers(str(tmp_path / "numbers-x"))
+    mine.put_all([1000.0, 5.0])
+    one = sample(1, families=families, values=values, numbers="numbers-x")
+    (tmp_path / "metrics-elsewhere-1-0.json").write_text(json.dumps(one))
+    monkeypatch.setattr(metrics, "_shown", {})
+    seen = []
+    for _ in range(2):
+        found = metrics._read(str(tmp_path), "metrics-elsewhere-1-0.json")
+        seen.append([value for _, _, value in found["values"]])
+        os.truncate(mine.path, 0)
+    assert seen == [[1000.0, 5.0], [1000.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "[" * 100_000, "null", '{"families": {}, "values": null}', '{"values": [["x_total", [], "a"]]}'],
+    ids=["empty", "list", "object", "deep", "null", "no values", "text for a number"],
+)
+def test_a_broken_snapshot_costs_only_itself(
+    house: House, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_OMNI_PATCH_RUN_DIR", str(tmp_path))
+    whole = sample(1, families=COUNTER, values=[["steps_total", [], 2.0]])
+    (tmp_path / "metrics-elsewhere-1-0.json").write_text(json.dumps(whole))
+    (tmp_path / "metrics-elsewhere-2-0.json").write_text(text)
+    os.mkfifo(tmp_path / "metrics-elsewhere-3-0.json")
+    (tmp_path / "metrics-elsewhere-4-0.json").mkdir()
+    assert [one["values"] for one in metrics.read_snapshots()[1:]] == [[["steps_total", [], 2.0]]]
+
+
+def test_a_label_that_is_no_text_does_not_cost_the_page(house: House) -> None:
+    done = house.run(
+        SERVER,
+        r"""
+        metrics.add("steps_total", "Steps.", 1, path="a\udc80b", other='"\n\\')
+        show(page())
+    """,
+    )
+    assert done.value == ['vllm_omni_patch_steps_total{other="\\"\\n\\\\",path="a?b"} 1.0']
+
+
+def test_another_process_with_the_id_of_one_that_ended(tmp_path: Path) -> None:
+    born = metrics._born(os.getpid())
+    if not born:
+        pytest.skip("no /proc here")
+    now = sample(os.getpid(), host=platform.node(), born=born, families=GAUGE, values=[["size_bytes", [], 1.0]])
+    before = {**now, "born": born - 1, "values": [["size_bytes", [], 2.0]]}
+    assert lines(before, now) == ["vllm_omni_patch_size_bytes 1.0"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_last_numbers_of_children_of_multiprocessing(house: House, method: str) -> None:
+    house.write(
+        "child.py",
+        """
+        def child():
+            import vllm_omni_patch
+            vllm_omni_patch.activate()
+            from vllm_omni_patch import metrics
+            metrics.add("steps_total", "Steps.", 5)
+            if __import__("os").environ.get("AND_SO_ON"):
+                import multiprocessing
+                grandchild = multiprocessing.get_context("fork").Process(target=grand)
+                grandchild.start()
+                grandchild.join()
+        def grand():
+            from vllm_omni_patch import metrics
+            metrics.add("steps_total", "Steps.", 100)
+    """,
+    )
+    done = house.run(
+        SERVER,
+        f"""
+        import multiprocessing, child
+        if __name__ == "__main__":
+            metrics.add("steps_total", "Steps.", 1)
+            for _ in range(2):
+                process = multiprocessing.get_context("{method}").Process(target=child.child)
+                process.start()
+                process.join()
+            show(page())
+    """,
+        AND_SO_ON="1",
+    )
+    assert done.value == ["vllm_omni_patch_steps_total 211.0"]
+
+
+def test_two_servers_that_one_program_starts_count_for_themselves(house: House) -> None:
+    house.write("sitecustomize.py", "import vllm_omni_patch; vllm_omni_patch.activate()\n")
+    house.write(
+        "vllm/api_server.py",
+        """
+        import os, sys
+        import vllm.v1.metrics.prometheus as served
+        from prometheus_client import generate_latest
+        from vllm_omni_patch import metrics
+        metrics.add("steps_total", "Steps.", int(sys.argv[1]))
+        metrics.flush()
+        print("up", flush=True)
+        sys.stdin.readline()
+        text = generate_latest(served.get_prometheus_registry()).decode()
+        print([line.split()[1] for line in text.splitlines() if line.startswith("vllm_omni_patch_steps_total")])
+    """,
+    )
+    done = house.run(
+        """
+        import subprocess, sys, vllm
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "vllm.api_server"]
+        servers = [subprocess.Popen([*command, count], **pipes) for count in ("3", "100")]
+        for server in servers:
+            server.stdout.readline()
+        show([server.communicate("\\n")[0].strip() for server in servers])
+    """
+    )
+    assert done.value == ["['3.0']", "['100.0']"]
