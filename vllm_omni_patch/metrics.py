@@ -40,13 +40,15 @@ _families: dict[str, tuple[Kind, str]] = {}
 _values: dict[Key, float] = {}
 _places: dict[Key, int] = {}  # in ``_values``, from which nothing is taken, and so in the file of numbers
 _numbers: numbers.Numbers | None = None
-_shown: dict[tuple[str, Key], float] = {}  # the counters of other processes, as they were last read
+_numbers_for = ""  # the run folder that they are in, as the environment names it
+_seen: dict[str, dict[str, Any]] = {}  # the snapshots of other processes, as they were last read
 _flushing = threading.RLock()
 _written = 0.0
 _failure = ""
 _due = threading.Event()
 _clerk: threading.Thread | None = None  # leaves the snapshots
 _ended = False
+_born_here: int | None = None
 _member: shared_folder.Member | None = None
 _asked = False  # multiprocessing, to finalize forked children
 
@@ -68,15 +70,14 @@ def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
 
 def _set(key: Key, value: float) -> None:
     """Keep a number and show it: in place where others know its place, else with the next snapshot."""
-    global _numbers
     _values[key] = value
     place = _places.setdefault(key, len(_places))
-    if _numbers is not None and place < _numbers.known:
+    if _numbers is not None and place < _numbers.known and os.environ.get(flags.RUN_DIR.name) == _numbers_for:
         try:
             _numbers.put(place, value)
             return
         except OSError:
-            _numbers = None  # removed, or no room: the next snapshot begins a new one
+            _numbers.known = 0  # removed, or no room: the next snapshot puts all of them there again
     _soon()
 
 
@@ -132,29 +133,32 @@ def _start() -> str:
 
 
 def _is_of_another_server(path: str) -> bool:
-    """This is a server that the maker of the run folder started as a program of its own, perhaps one of several.
-
-    The API servers of one engine are children of multiprocessing.
+    """This is a server that was started as a program of its own by one that has a run folder already, perhaps for
+    several servers. The API servers of one engine are children of multiprocessing.
     """
-    made_by_parent = os.path.basename(path.rstrip("/")).startswith(f"{_start()}{os.getppid()}-")
-    return made_by_parent and not _is_multiprocessing_child() and ledger.role() == "api server"
+    name = os.path.basename(path.rstrip("/"))
+    made_by_another = name.startswith(_start()) and not name.startswith(f"{_start()}{os.getpid()}-")
+    return made_by_another and ledger.role() == "api server" and not _is_multiprocessing_child()
 
 
 def _is_multiprocessing_child() -> bool:
     process = sys.modules.get("multiprocessing.process")
-    return process is not None and process.parent_process() is not None
+    if process is None:
+        return False
+    # While a child still imports what it is to run, it does not know its parent yet.
+    return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
 
 
 def _join() -> None:
     """Take part in the run folder, so that it is there as long as this process. One that the user named stays."""
     global _member
     path = folder()
-    if path is None or not os.path.basename(path).startswith(_start()):
+    if _member is not None and _member.path == path and _member.is_there():
         return
-    if _member is None or _member.path != path or not _member.is_there():
-        if _member is not None:
-            _member.forget()
-        _member = None
+    member, _member = _member, None
+    if member is not None:
+        member.leave()
+    if path is not None and os.path.basename(path).startswith(_start()):
         _member = shared_folder.Member(path)
 
 
@@ -183,7 +187,7 @@ def _sweep(parent: str) -> None:
         for one in os.scandir(parent):
             with contextlib.suppress(OSError):
                 about = one.stat(follow_symlinks=False)
-                if not one.name.startswith(_start()) or about.st_uid != os.getuid() or not one.is_dir():
+                if not one.name.startswith(_start()) or about.st_uid != os.getuid() or one.is_symlink():
                     continue
                 if shared_folder.remove_if_left(one.path) or time.time() - about.st_mtime < STALE_S:
                     continue
@@ -249,7 +253,7 @@ def flush(last: bool = False) -> None:
         with _flushing:
             _written = time.monotonic()
             path = folder()
-            if path is None or not (_values or (ledger.entries() and not last)):
+            if path is None or (_ended and not last) or not (_values or (ledger.entries() and not last)):
                 return  # the states of a process that has ended are nobody's
             with contextlib.suppress(OSError):
                 _join()
@@ -269,18 +273,26 @@ def flush(last: bool = False) -> None:
                     file.known = len(one["values"])
             _failure = ""
     except Exception as error:
-        if not (_failure or last):
+        first, _failure = not _failure, str(error) or type(error).__name__
+        if first and not last:
             who = f"process {os.getpid()} ({ledger.role()})"
             text = f"{who} cannot show its numbers on /metrics: {error}; trying again every {RETRY_S:g} s"
             ledger.say(logging.WARNING, text, "metrics")
-        _failure = str(error) or type(error).__name__
         if not last:
             _soon()
 
 
 def _name() -> str:
     """Name of this process's snapshot. Another process may come to have the same id."""
-    return f"metrics-{platform.node()}-{os.getpid()}-{_born(os.getpid())}.json"
+    return f"metrics-{platform.node()}-{os.getpid()}-{_my_birth()}.json"
+
+
+def _my_birth() -> int:
+    """The same at each call, also once no file can be opened."""
+    global _born_here
+    if _born_here is None:
+        _born_here = _born(os.getpid())
+    return _born_here
 
 
 def _born(pid: int) -> int:
@@ -293,23 +305,25 @@ def _born(pid: int) -> int:
 
 
 def _give_places(path: str) -> numbers.Numbers | None:
-    """Put all numbers into a file that is changed in place, where the run folder is in memory. With the lock held."""
-    global _numbers
+    """Put all numbers into a file that is changed in place, where the run folder is in memory. With the lock held, so
+    without a log line: its handler may count."""
+    global _numbers, _numbers_for
     if not _values or not os.path.realpath(path).startswith(MEMORY + os.sep):
         return None
     try:
-        if _numbers is None or not os.path.exists(_numbers.path):
+        if _numbers is None or os.path.dirname(_numbers.path) != path or not os.path.exists(_numbers.path):
             _numbers = None
             os.makedirs(path, mode=0o700, exist_ok=True)
             about = os.stat(path)
             if about.st_uid != os.getuid() or about.st_mode & 0o022:
                 return None
             name = f"numbers-{platform.node()}-{os.getpid()}-{time.time_ns()}"
-            _numbers = numbers.Numbers(os.path.join(path, name))
+            _numbers, _numbers_for = numbers.Numbers(os.path.join(path, name)), os.environ[flags.RUN_DIR.name]
         _numbers.put_all(_values.values())
-    except OSError as error:
-        _numbers = None
-        ledger.logger("metrics").debug("numbers are left in snapshots only: %s", error)
+    except OSError:
+        if _numbers is not None:
+            _numbers.known = 0
+        return None
     return _numbers
 
 
@@ -319,7 +333,7 @@ def snapshot() -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "host": platform.node(),
-            "born": _born(os.getpid()),
+            "born": _my_birth(),
             "families": {name: list(family) for name, family in _families.items()},
             "values": [[name, [list(label) for label in labels], value] for (name, labels), value in _values.items()],
             "vllm_version": str(ledger.process().get("vllm_version", "")),
@@ -343,9 +357,13 @@ def read_snapshots() -> list[dict[str, Any]]:
         if not name.startswith("metrics-") or name == mine:
             continue
         try:
-            found.append(_read(str(path), name))
+            one = _read(str(path), name)
         except Exception as error:
-            ledger.logger("metrics").debug("left out %s: %s", name, error)
+            ledger.logger("metrics").debug("could not read %s: %s", name, error)
+            one = _seen.get(name, {})
+        if one:
+            _seen[name] = one
+            found.append(one)
     return found
 
 
@@ -356,22 +374,24 @@ def _read(path: str, name: str) -> dict[str, Any]:
         OSError, ValueError, ...: the snapshot cannot be read, or is none.
     """
     one: dict[str, Any] = {}
+    present: list[float | None] = []
     for _ in range(2):
         one = _whole(json.loads(numbers.read_file(os.path.join(path, name))))
         if "numbers" not in one:
             break
         try:
             present = numbers.read(os.path.join(path, os.path.basename(one["numbers"])), len(one["values"]))
+            break
         except FileNotFoundError:
-            continue  # the process has ended, or begun another file: its snapshot is a newer one now
-        for row, value in zip(one["values"], present, strict=True):
-            row[2] = row[2] if value is None else value
-        break
-    with _lock:
-        for row in one["values"]:
-            if one["families"][row[0]][0] == "counter":
-                key = (name, (row[0], tuple((k, v) for k, v in row[1])))
-                row[2] = _shown[key] = max(row[2], _shown.get(key, 0.0))
+            present = [None] * len(one["values"])  # the process has ended, or begun another file, as it says by now
+    before = {(row[0], *row[1]): row[2] for row in _seen.get(name, {}).get("values", [])}
+    for place, row in enumerate(one["values"]):
+        known = before.get((row[0], *row[1]))
+        if "numbers" in one:
+            value = present[place]
+            row[2] = value if value is not None else row[2] if known is None else known
+        if one["families"][row[0]][0] == "counter" and known is not None:
+            row[2] = max(row[2], known)
     return one
 
 
@@ -428,12 +448,12 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """A forked child counts from zero: what it inherited is its parent's."""
-    global _lock, _flushing, _due, _clerk, _written, _numbers, _member, _failure
+    global _lock, _flushing, _due, _clerk, _written, _numbers, _member, _failure, _ended, _born_here
     _lock, _flushing, _due = threading.RLock(), threading.RLock(), threading.Event()
-    _clerk, _written, _numbers, _failure = None, 0.0, None, ""
+    _clerk, _written, _numbers, _failure, _ended, _born_here = None, 0.0, None, "", False, None
     _values.clear()
     _places.clear()
-    _shown.clear()
+    _seen.clear()
     if _member is not None:
         _member.forget()
         _member = None

@@ -27,14 +27,14 @@ class Member:
         self._handle, self._file = _join(path)
 
     def is_there(self) -> bool:
-        """The folder has not been removed, nor made anew by others."""
+        """This process still takes part: the folder has not been removed, nor made anew by others."""
         with contextlib.suppress(OSError):
-            return os.path.samestat(self._file, os.stat(os.path.join(self.path, ALIVE)))
+            return self._is_ours() and os.path.samestat(self._file, os.stat(os.path.join(self.path, ALIVE)))
         return False
 
     def leave(self) -> None:
         """Take part no more; remove the folder when nobody else does. Never raises."""
-        if self._is_ours() and self.is_there() and _alone(self._handle):
+        if self.is_there() and _alone(self._handle):
             shutil.rmtree(self.path, ignore_errors=True)
         self.forget()
 
@@ -58,6 +58,8 @@ def _join(path: str) -> tuple[int, os.stat_result]:
         try:
             handle = os.open(alive, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
+            if os.path.islink(path):
+                raise  # it leads nowhere
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_SH)

@@ -505,20 +505,22 @@ def test_a_snapshot_that_could_not_be_left_is_tried_again(house: House, memory: 
 
 
 def test_a_counter_is_never_less_than_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of numbers of a living process is lost, and its snapshot is older."""
+    """The file of numbers of a living process is damaged, then lost, and its snapshot is older; then that breaks."""
     families = {**COUNTER, **GAUGE}
     values = [["steps_total", [["kind", "a"]], 1.0], ["size_bytes", [], 8.0]]
     mine = numbers.Numbers(str(tmp_path / "numbers-x"))
     mine.put_all([1000.0, 5.0])
     one = sample(1, families=families, values=values, numbers="numbers-x")
-    (tmp_path / "metrics-elsewhere-1-0.json").write_text(json.dumps(one))
-    monkeypatch.setattr(metrics, "_shown", {})
+    path = tmp_path / "metrics-elsewhere-1-0.json"
+    path.write_text(json.dumps(one))
+    monkeypatch.setattr(metrics, "_seen", {})
+    monkeypatch.setenv("VLLM_OMNI_PATCH_RUN_DIR", str(tmp_path))
     seen = []
-    for _ in range(2):
-        found = metrics._read(str(tmp_path), "metrics-elsewhere-1-0.json")
-        seen.append([value for _, _, value in found["values"]])
-        os.truncate(mine.path, 0)
-    assert seen == [[1000.0, 5.0], [1000.0, 8.0]]
+    for damage in (lambda: os.truncate(mine.path, 0), lambda: os.unlink(mine.path), lambda: path.write_text("")):
+        seen.append([value for _, _, value in metrics.read_snapshots()[1]["values"]])
+        damage()
+    seen.append([value for _, _, value in metrics.read_snapshots()[1]["values"]])
+    assert seen == [[1000.0, 5.0]] * 4
 
 
 @pytest.mark.parametrize(
@@ -624,3 +626,135 @@ def test_two_servers_that_one_program_starts_count_for_themselves(house: House) 
     """
     )
     assert done.value == ["['3.0']", "['100.0']"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_processes_of_one_server_share_a_folder(house: House, method: str) -> None:
+    """vLLM starts its API servers by ``spawn``; what they are to run imports vLLM before they know their parent."""
+    house.write("sitecustomize.py", "import vllm_omni_patch; vllm_omni_patch.activate()\n")
+    house.write(
+        "child.py",
+        """
+        import vllm
+        from vllm_omni_patch import metrics
+        metrics.changed()
+        def child():
+            metrics.add("steps_total", "Steps.", 5)
+    """,
+    )
+    house.write(
+        "vllm/api_server.py",
+        f"""
+        import multiprocessing
+        import vllm.v1.metrics.prometheus as served
+        from prometheus_client import generate_latest
+        if __name__ == "__main__":
+            import child
+            for name in ("ApiServer_0", "EngineCore", None):
+                process = multiprocessing.get_context("{method}").Process(target=child.child, name=name)
+                process.start()
+                process.join()
+            text = generate_latest(served.get_prometheus_registry()).decode()
+            print([line.split()[1] for line in text.splitlines() if line.startswith("vllm_omni_patch_steps_total")])
+    """,
+    )
+    done = house.run("""
+        import subprocess, sys, vllm
+        show(subprocess.run([sys.executable, "-m", "vllm.api_server"], stdout=-1, text=True).stdout.strip())
+    """)
+    assert done.value == "['15.0']"
+
+
+def test_a_worker_that_learns_of_the_run_folder_late(house: House, memory: Path) -> None:
+    """Ray starts a worker, and vLLM then gives it the environment of its driver."""
+    late = memory / "late"
+    late.mkdir()
+    done = house.run(
+        PLACES,
+        f"""
+        import vllm
+        settled(1)
+        first = metrics.folder()
+        os.environ["VLLM_OMNI_PATCH_RUN_DIR"] = {str(late)!r}
+        metrics.add("steps_total", "Steps.", 5)
+        deadline = time.monotonic() + 20
+        path = os.path.join({str(late)!r}, metrics._name())
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        metrics.add("steps_total", "Steps.", 10)
+        show([metrics._read({str(late)!r}, metrics._name())["values"], os.path.exists(first)])
+    """,
+    )
+    assert done.value == [[["steps_total", [], 16.0]], False]
+
+
+def test_numbers_of_a_process_without_a_free_descriptor(house: House, memory: Path) -> None:
+    done = house.run(
+        PLACES,
+        """
+        import resource, vllm
+        settled(1000)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        name = metrics._name()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        for _ in range(10):
+            metrics.add("steps_total", "Steps.")
+        metrics.flush()
+        same = metrics._name() == name
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        metrics.flush()
+        metrics.add("steps_total", "Steps.")
+        files = sorted(one.partition("-")[0] for one in os.listdir(metrics.folder()))
+        show([same, files, metrics._read(metrics.folder(), name)["values"]])
+    """,
+        VLLM_OMNI_PATCH_RUN_DIR=str(memory),
+    )
+    assert done.value == [True, ["metrics", "numbers"], [["steps_total", [], 1011.0]]]
+
+
+def test_a_run_folder_outlives_its_owners_closed_descriptors(house: House) -> None:
+    done = house.run(
+        PLACES,
+        """
+        import vllm
+        settled(1)
+        os.closerange(3, 64)
+        settled(1)
+        other = subprocess.run([sys.executable, "-c", "from vllm_omni_patch import metrics; metrics.start()"],
+                               env={**os.environ, "VLLM_OMNI_PATCH_RUN_DIR": ""})
+        show([metrics.folder(), os.path.exists(metrics.folder())])
+    """.replace("import vllm\n", "import subprocess, sys, vllm\n"),
+    )
+    folder, there = done.value
+    assert there and not os.path.exists(folder)
+
+
+def test_a_log_handler_that_counts(house: House, memory: Path) -> None:
+    """And that is slow: with debug lines on, and nothing that can be written."""
+    done = house.run(
+        PLACES,
+        """
+        import logging, threading, vllm
+        from vllm_omni_patch import ledger
+        class Counting(logging.Handler):
+            def emit(self, record):
+                time.sleep(0.3)
+                metrics.add("lines_total", "Lines.")
+                metrics.changed()
+        ledger.logger("").addHandler(Counting())
+        ledger.logger("").setLevel(logging.DEBUG)
+        settled(1)
+        os.rename(metrics.folder(), metrics.folder() + ".away")
+        open(metrics.folder(), "w").close()
+        threads = [threading.Thread(target=settled, args=(1,), daemon=True) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join(15) for thread in threads]
+        stuck = sum(thread.is_alive() for thread in threads)
+        os.unlink(metrics.folder())
+        os.rename(metrics.folder() + ".away", metrics.folder())
+        show([stuck, metrics.values()[("steps_total", ())], metrics.values()[("lines_total", ())] < 4])
+    """,
+        VLLM_OMNI_PATCH_RUN_DIR=str(memory / "run"),
+    )
+    assert done.value == [0, 5.0, True]

@@ -78,6 +78,7 @@ def test_a_handle_closed_behind_our_back_is_not_taken_for_ours(path: str, tmp_pa
     stranger = os.open(tmp_path / "stranger", os.O_RDWR | os.O_CREAT)
     assert stranger == mine._handle
     fcntl.flock(stranger, fcntl.LOCK_SH)
+    assert not mine.is_there()
     mine.leave()
     os.fstat(stranger)
     other = os.open(tmp_path / "stranger", os.O_RDWR)
@@ -90,6 +91,9 @@ def test_a_handle_closed_behind_our_back_is_not_taken_for_ours(path: str, tmp_pa
 def test_no_folder_can_be_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Member(str(tmp_path / "missing" / "folder"))
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError):
+        Member(str(tmp_path / "link"))
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         Member(str(tmp_path / "file"))
