@@ -37,6 +37,8 @@ class Runtime:
         self._epoch: tuple[tuple[int, int] | None, str] | None = None
         _remove_dead(self.parent, keep=self.path)
         self._alive: shared_folder.Member | None = shared_folder.Member(self.path)
+        with contextlib.suppress(OSError):
+            open(self._epoch_file, "x").close()  # so that a missing one means that the folder was removed
 
     @property
     def entries(self) -> str:
@@ -44,30 +46,40 @@ class Runtime:
         return self.path
 
     def epoch(self) -> str:
-        """Text of the present epoch, the same in all processes of the engine on this host; ``""`` before the first."""
+        """Text of the present epoch, the same in all processes of the engine on this host; ``""`` before the first.
+
+        Raises:
+            OSError: it cannot be read now.
+        """
         known = self._epoch
-        before = known[1] if known else ""
-        # Asked for every item; a failed stat costs several times what this does.
-        if not os.access(self._epoch_file, os.F_OK):
-            return before
-        seen = self._epoch_seen()
-        if seen is None or (known is not None and known[0] == seen):
-            return before
         try:
-            with open(self._epoch_file, encoding="ascii") as file:
-                text = file.read()
-        except (OSError, ValueError):
-            return before
+            status = os.stat(self._epoch_file)
+        except FileNotFoundError:
+            return self._epoch_anew()
+        seen = (status.st_ino, status.st_mtime_ns)
+        if known is not None and known[0] == seen:
+            return known[1]
+        with open(self._epoch_file, encoding="ascii", errors="replace") as file:
+            text = file.read()
+        if known is not None and not text:
+            return known[1]  # a process that joined later found the folder empty
         self._epoch = (seen, text)
         return text
 
-    def _epoch_seen(self) -> tuple[int, int] | None:
-        """What tells one epoch file from the next; ``None`` when there is none."""
-        try:
-            status = os.stat(self._epoch_file)
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+    def _epoch_anew(self) -> str:
+        """The folder was removed under us: make it again, and begin an epoch in it that all others will find."""
+        with self._mutex:
+            known = self._epoch
+            if self._alive is None or (known is not None and known[0] is None):
+                return known[1] if known else ""
+            if not self._alive.is_there():
+                member = shared_folder.Member(self.path)
+                self._alive.forget()
+                self._alive = member
+                _log.warning("The engine's shared folder %s was removed; it begins anew, with a new epoch.", self.path)
+            if not os.path.exists(self._epoch_file):
+                self.new_epoch()
+        return self.epoch()
 
     def new_epoch(self) -> None:
         """Begin an epoch that no earlier or other run of the engine can have had."""
@@ -76,7 +88,10 @@ class Runtime:
         try:
             with open(temporary, "x", encoding="ascii") as file:
                 file.write(text)
+                file.flush()
+                status = os.fstat(file.fileno())
             os.rename(temporary, self._epoch_file)
+            self._epoch = ((status.st_ino, status.st_mtime_ns), text)
         except OSError as error:
             _log.warning(
                 "The new epoch holds for this process only: %s. Other processes may still load entries "
@@ -88,10 +103,17 @@ class Runtime:
             # In place of what the file says, until another process has begun an epoch there.
             self._epoch = (self._epoch_seen(), text)
 
+    def _epoch_seen(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            status = os.stat(self._epoch_file)
+            return status.st_ino, status.st_mtime_ns
+        return None
+
     def refuse(self, path: str) -> None:
         """Mark an entry as unusable for every process of this engine."""
         with contextlib.suppress(OSError):
-            os.makedirs(self._refusals, 0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._refusals, 0o700)
             with open(self._refusal(path), "w"):
                 pass
 
@@ -145,9 +167,10 @@ def _folder_of(parent: str, name: str) -> str:
 def _private_parent(shm_path: str) -> str:
     """The folder of this user's engines: 0700 and owned by this user, or it is not used."""
     failure: OSError | None = None
-    for base in (shm_path, tempfile.gettempdir()):
-        path = os.path.join(base, f"vllm-omni-patch-ec-{os.getuid()}")
+    for place in (lambda: shm_path, tempfile.gettempdir):
         try:
+            base = place()
+            path = os.path.join(base, f"vllm-omni-patch-ec-{os.getuid()}")
             # Made by whichever process comes first: one that fell back to another place would share nothing.
             os.makedirs(base, 0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):

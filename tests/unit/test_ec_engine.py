@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +219,38 @@ def test_an_epoch_that_cannot_be_written_down_still_hides_what_was_stored(build:
     assert not list(Path(worker._runtime.path).glob("epoch.*"))
     scheduler.new_epoch()
     assert not scheduler.contains("id") and worker.get("id", "cpu") is None, "an epoch that others began later counts"
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_removed_shared_folder_brings_no_earlier_epoch_back(build: Any, disk: bool) -> None:
+    worker, scheduler = build(disk=disk), build("scheduler", disk=disk)
+    assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
+    worker.new_epoch()
+    shutil.rmtree(worker._runtime.path)
+    assert not scheduler.contains("id") and worker.get("id", "cpu") is None
+    deadline = time.monotonic() + 20
+    while not scheduler.contains("id") and time.monotonic() < deadline:  # the first store may fail with the folder
+        worker.put("id", output(4, 4, seed=1))
+        worker.flush(5)
+        time.sleep(0.05)
+    assert scheduler.contains("id") and same(scheduler.get("id", "cpu"), output(4, 4, seed=1))
+    assert worker._runtime.epoch() == scheduler._runtime.epoch() != ""
+    worker.close()
+    assert scheduler.contains("id")
+    scheduler.close()
+    assert os.listdir(worker._runtime.parent) == []
+
+
+def test_an_epoch_that_cannot_be_read_is_a_miss(build: Any) -> None:
+    worker, scheduler = build(disk=True), build("scheduler", disk=True)
+    assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
+    worker.new_epoch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError):
+            scheduler._runtime.epoch()
+        assert not scheduler.contains("id") and worker.get("id", "cpu") is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not scheduler.contains("id")
