@@ -11,7 +11,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +51,7 @@ def stats(path: _Path, as_json: _Json = False) -> None:
         group.entries += 1
         group.bytes += size
         group.oldest, group.newest = min(group.oldest, used), max(group.newest, used)
-    writing = sum(1 for _ in _temporaries(store.folder))
+    writing = sum(1 for _ in store.folder.in_tmp())
     total = sum(group.bytes for group in groups.values())
     count = sum(group.entries for group in groups.values())
     if as_json:
@@ -70,14 +69,14 @@ def stats(path: _Path, as_json: _Json = False) -> None:
             models=models,
         )  # fmt: skip
         return
-    typer.echo(f"{store.folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
+    _say(f"{store.folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
     for name, group in sorted(groups.items()):
-        typer.echo(
+        _say(
             f"  {name}: {group.entries} entries, {_size(group.bytes)}, last used between {_age(now - group.oldest)} "
             f"and {_age(now - group.newest)} ago"
         )
     for line in unreadable:
-        typer.echo(f"  unreadable: {line}")
+        _say(f"  unreadable: {line}")
 
 
 @app.command()
@@ -101,9 +100,9 @@ def verify(
     if as_json:
         _print_json(path=store.folder.root, good=good, bad=bad, removed=remove)
     else:
-        typer.echo(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
+        _say(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
         for file, reason in bad.items():
-            typer.echo(f"  {'removed' if remove else 'bad'}: {file}: {reason}")
+            _say(f"  {'removed' if remove else 'bad'}: {file}: {reason}")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -117,33 +116,39 @@ def clear(
 ) -> None:
     """Remove entries by model, by age, or all of them; also what killed writers left over."""
     if not (model or older_than or everything):
-        typer.echo("Say what to clear: --model NAME, --older-than AGE, or --all.", err=True)
+        _say("Say what to clear: --model NAME, --older-than AGE, or --all.", err=True)
         raise typer.Exit(2)
     limit = _seconds(older_than)
     store = _store(path)
     now = time.time()
     removed = freed = 0
     for file, size, used, header, _ in store.entries():
-        if model and _model(header) != model:
+        if model and model not in (_model(header), _printable(_model(header))):
             continue
         if limit is not None and now - used < limit:
             continue
         if store.folder.remove(os.path.relpath(file, store.folder.root)):
             removed += 1
             freed += size
-    left_bytes, left = store.folder.usage()
+    try:
+        left_bytes, left = store.folder.usage()
+    except OSError as error:
+        _say(
+            f"{store.folder.root}: removed {removed} entries, then stopped: {error}. "
+            "The folder and its file lock must be writable for you, and no symbolic link.",
+            err=True,
+        )
+        raise typer.Exit(2) from None
     if as_json:
         _print_json(path=store.folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes)
         return
-    typer.echo(
-        f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})"
-    )
+    _say(f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
 
 
 def _store(path: Path) -> FileStore:
     folder = Folder(str(path), 1 << 62)
     if not os.path.isdir(folder.root):
-        typer.echo(f"{path} holds no encoder cache: there is no folder {ROOT_NAME} in it.", err=True)
+        _say(f"{path} holds no encoder cache: there is no folder {ROOT_NAME} in it.", err=True)
         raise typer.Exit(2)
     return FileStore("folder", str(path), 1 << 62)
 
@@ -171,17 +176,11 @@ def _verify(file: str) -> str:
     return ""
 
 
-def _temporaries(folder: Folder) -> Iterator[str]:
-    try:
-        yield from os.listdir(folder.temporaries)
-    except OSError:
-        return
-
-
 def _model(header: Header | None) -> str:
     if header is None:
         return "(unreadable)"
-    return str(header.about.get("model") or "(no name)")
+    name = header.about.get("model")
+    return name if isinstance(name, str) and name else "(no name)"
 
 
 def _seconds(text: str) -> float | None:
@@ -189,7 +188,7 @@ def _seconds(text: str) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
-        typer.echo(f"--older-than {text!r} is not accepted; use a number and s, m, h or d, such as 12h.", err=True)
+        _say(f"--older-than {text!r} is not accepted; use a number and s, m, h or d, such as 12h.", err=True)
         raise typer.Exit(2)
     return float(match[1]) * _UNITS[match[2]]
 
@@ -203,6 +202,15 @@ def _age(seconds: float) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def _say(text: str, err: bool = False) -> None:
+    typer.echo(_printable(text), err=err)
+
+
+def _printable(text: str) -> str:
+    """``text`` with a backslash escape for each character that a terminal obeys or cannot encode."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _print_json(**values: Any) -> None:

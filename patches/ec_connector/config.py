@@ -14,9 +14,13 @@ import difflib
 import json
 import math
 import os
+import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm_omni_patch import flags, ledger
 
@@ -26,6 +30,10 @@ DEFAULT_CPU_GIB = 1.0
 DEFAULT_DISK_GIB = 64.0
 FILE_PREFIX = "ec_"
 ENV_PREFIX = "LMCACHE_EC_"
+# Longer waits are cut to this; no lock or thread takes a longer one, also not after a deadline was doubled.
+MAX_SECONDS = threading.TIMEOUT_MAX / 4
+# What stands between ``://`` and the host. A password may hold any sign; only in ``fs://`` may the path hold an ``@``.
+_USERINFO = re.compile(r"(?<=://)(?:(?<!fs://)\S*|[^/\s]*)@")
 
 _log = ledger.logger("ec")
 
@@ -88,8 +96,14 @@ class ECConfig:
         else:
             places.append(f"shared CPU memory (at most {self.cpu_bytes / GIB:.4g} GiB, staging included)")
         if self.has_remote:
-            places.append(f"remote {self.remote_url or ', '.join(self.remote_options['remote_storage_plugins'])}")
+            remote = self.remote_url or ", ".join(self.remote_options["remote_storage_plugins"])
+            places.append(f"remote {without_userinfo(remote)}")
         return " and ".join(places)
+
+
+def without_userinfo(text: str) -> str:
+    """``text`` for a log or a message: URLs in it lose their user name and password."""
+    return _USERINFO.sub("", text) if "@" in text else text
 
 
 def load_ec_config(
@@ -147,18 +161,19 @@ def _take(merged: dict[str, Any], dropped: list[str], source: str, value: Any, n
     setting = _SETTINGS[name or source.rpartition(":")[2]]
     try:
         merged[_FIELD.get(setting.name, setting.name)] = setting.read(value)
-    except (TypeError, ValueError):
+    except _NOT_ACCEPTED:
         dropped.append(source)
-        _log.warning("EC setting %s=%r is not accepted and ignored; use %s.", source, value, setting.accepts)
+        _log.warning("EC setting %s=%s is not accepted and ignored; use %s.", source, _shown(value), setting.accepts)
 
 
 def _take_remote(merged: dict[str, Any], dropped: list[str], source: str, name: str, value: Any) -> None:
     options = merged.setdefault("remote_options", {})
     try:
         options[name] = REMOTE_OPTIONS[name](value)
-    except (TypeError, ValueError):
+    except _NOT_ACCEPTED:
         dropped.append(source)
-        _log.warning("EC setting %s=%r is not accepted and ignored; see LMCache's page on it.", source, value)
+        # Without the value: these may hold passwords.
+        _log.warning("The value of EC setting %s is not accepted and ignored; see LMCache's page on it.", source)
 
 
 def _base_settings(document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -193,7 +208,7 @@ def _ec_settings(
 
 def _nested(prefix: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     if not isinstance(value, Mapping):
-        _log.warning("%s should be a map of EC settings, not %r; ignored.", prefix.rstrip("."), value)
+        _log.warning("%s should be a map of EC settings, not %s; ignored.", prefix.rstrip("."), _shown(value))
         return
     for key, inner in value.items():
         yield f"{prefix}{key}", str(key).lower().removeprefix(FILE_PREFIX), inner
@@ -231,6 +246,14 @@ def _suggest(name: str) -> str:
     return f" Did you mean ec_{close[0]}?" if close else " See the encoder cache page for the known ones."
 
 
+def _shown(value: Any) -> str:
+    """``value`` in a message: of a length to read, without passwords."""
+    try:
+        return without_userinfo(repr(value))[:200]
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+
+
 def _unquote(value: Any) -> str:
     text = str(value).strip()
     return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
@@ -244,9 +267,15 @@ def _number(scale: float, low: float, whole: bool) -> Callable[[Any], Any]:
         if not math.isfinite(number) or number < low:
             raise ValueError(value)
         scaled = number * scale
-        return int(scaled) if whole else scaled
+        return _whole(scaled) if whole else min(scaled, MAX_SECONDS)
 
     return read
+
+
+def _whole(number: float) -> int:
+    if abs(number) >= sys.maxsize:
+        raise ValueError(number)
+    return int(number)
 
 
 def _size(scale: float) -> Callable[[Any], int]:
@@ -259,7 +288,7 @@ def _size(scale: float) -> Callable[[Any], int]:
         number = float(text) if text else 0.0
         if not math.isfinite(number):
             raise ValueError(value)
-        return max(0, int(number * scale))
+        return max(0, _whole(number * scale))
 
     return read
 
@@ -285,7 +314,17 @@ def _path(value: Any) -> str:
     text = _text(value)
     if text.startswith("file://"):
         text = "/" + text[len("file://") :].partition("/")[2]
+    if b"\0" in os.fsencode(text):
+        raise ValueError(value)
     return os.path.abspath(os.path.expanduser(text)) if text else ""
+
+
+def _url(value: Any) -> str:
+    text = _text(value)
+    if "\0" in text:
+        raise ValueError(value)
+    urlsplit(text)
+    return text
 
 
 def _names(value: Any) -> list[str]:
@@ -303,6 +342,8 @@ def _map(value: Any) -> dict[str, Any]:
     return dict(loaded)
 
 
+# What a reader raises for a value that it does not take: also a number too large, a map nested too deep.
+_NOT_ACCEPTED = (TypeError, ValueError, OverflowError, RecursionError)
 _GIB = "a number of GiB"
 _SECONDS = "a number of seconds >= 0"
 _SETTINGS: dict[str, Setting] = {
@@ -312,7 +353,7 @@ _SETTINGS: dict[str, Setting] = {
         Setting("max_local_cpu_size", _size(GIB), _GIB, "Host memory: staging and, without a disk, the entries."),
         Setting("local_disk", _path, "one path", "Folder of the disk tier. Unset: no disk tier."),
         Setting("max_local_disk_size", _size(GIB), _GIB, "Limit of that folder, over all processes that use it."),
-        Setting("remote_url", _text, "a URL such as redis://host:port, fs://host:0/path, lm://host:port", "Remote."),
+        Setting("remote_url", _url, "a URL such as redis://host:port, fs://host:0/path, lm://host:port", "Remote."),
         Setting("remote_pool_size", _size(GIB), _GIB, "Buffer through which a worker reads and writes the remote."),
         Setting("salt", _text, "text", "Mixed into the key: a tenant or a deployment of its own."),
         Setting("namespace", _text, "text", "Stands for model name, revision and weights: equal text, equal weights."),

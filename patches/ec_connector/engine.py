@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.patches.ec_connector import format
-from vllm_omni_patch.patches.ec_connector.config import MIB, ECConfig
+from vllm_omni_patch.patches.ec_connector.config import MAX_SECONDS, MIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.flags import DISABLE
 from vllm_omni_patch.patches.ec_connector.format import Header
 from vllm_omni_patch.patches.ec_connector.identity import (
@@ -73,7 +73,7 @@ class ECCacheEngine:
         dtype: torch.dtype,
         device_type: str = "cpu",
     ) -> None:
-        self.config = config
+        self.config = config = _within_run(config, identity)
         self.identity = identity
         self.role: Role = role
         self.stats = ECStats(role, config.stats_seconds)
@@ -81,12 +81,12 @@ class ECCacheEngine:
         self._device_type = device_type
         self._disabled = bool(flags.read(DISABLE))
         self._closed = False
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._staging: Staging | None = None
         self._load_buffer = LoadBuffer(_LOAD_BUFFER)
         self._binding: tuple[str, bytes] | None = None
+        self._epoch_lost = self._epoch_warned = False
         self._runtime = Runtime(identity.engine_id, config.shm_path)
         self._tiers = Tiers.build(config, self._runtime, role, identity.name, self._dtype, self.stats)
         self._atexit = _close_at_exit(self)
@@ -98,6 +98,8 @@ class ECCacheEngine:
         Bounded: local tiers read one header; a remote is waited for no longer than ``lookup_deadline``. Never raises.
         The payload is not verified, so a :meth:`get` may still miss.
         """
+        if self.stats.forked:
+            return False
         self.stats.add("lookups")
         found = False
         try:
@@ -118,6 +120,8 @@ class ECCacheEngine:
         there, or on its way. False: declined (other than two dimensions, empty, unknown dtype, request-scoped id) or
         no room in the queue; counted as dropped. Never raises.
         """
+        if self.stats.forked:
+            return False
         try:
             reason = self._put(mm_hash, tensor)
         except Exception as error:
@@ -134,6 +138,8 @@ class ECCacheEngine:
         The bytes are verified by checksum and the tensor's memory is its own. A damaged entry is removed, so that it
         is not found again.
         """
+        if self.stats.forked:
+            return None
         began = time.perf_counter()
         loaded: torch.Tensor | None = None
         try:
@@ -156,6 +162,8 @@ class ECCacheEngine:
 
         Where it cannot be removed (read-only folder, remote) this engine no longer offers it until it is put again.
         """
+        if self.stats.forked:
+            return
         try:
             key = self._key(mm_hash)
             if key is not None and not self._closed:
@@ -172,28 +180,32 @@ class ECCacheEngine:
     def flush(self, timeout: float) -> bool:
         """Wait until everything put so far is stored or dropped; False after ``timeout`` seconds."""
         writer = self._writer
-        return writer is None or writer.flush(timeout)
+        return writer is None or self.stats.forked or writer.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Drain (at most ``timeout`` seconds, default ``close_deadline``), end all threads, leave shared memory.
 
-        Idempotent; afterwards lookups are misses and puts are declined. In a forked child it does nothing: threads and
-        shared memory are its parent's.
+        Idempotent; afterwards lookups are misses and puts are declined. In a forked child everything is a miss, and
+        this does nothing: threads, locks and shared memory are its parent's.
         """
-        if os.getpid() != self._pid:
+        if self.stats.forked:
             return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             writer = self._writer
-        limit = self.config.close_deadline if timeout is None else timeout
-        if writer is not None:
-            writer.close(limit)
-        self._tiers.close(limit)
-        self._runtime.close()
-        self.stats.tick(last=True)
-        atexit.unregister(self._atexit)
+        limit = min(self.config.close_deadline if timeout is None else timeout, MAX_SECONDS)
+        try:
+            if writer is not None:
+                writer.close(limit)
+        finally:
+            try:
+                self._tiers.close(limit)
+            finally:
+                self._runtime.close()
+                self.stats.tick(last=True)
+                atexit.unregister(self._atexit)
 
     def _key(self, mm_hash: str) -> Key | None:
         """The entry's address in the present epoch; ``None`` for an id under which nothing may be stored."""
@@ -202,15 +214,34 @@ class ECCacheEngine:
         data = encode_id(mm_hash)
         if len(data) > MAX_ID_BYTES:
             return None
-        epoch = self._runtime.epoch()
+        epoch = self._epoch()
+        if epoch is None:
+            return None
         known = self._binding
         if known is None or known[0] != epoch:
             bound = self.identity.bind(self.config.namespace, self.config.salt, self._dtype, epoch)
             self._binding = known = (epoch, bound)
         return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1], shared=not epoch)
 
+    def _epoch(self) -> str | None:
+        """The present epoch; ``None`` while it cannot be told, and then nothing is served."""
+        try:
+            epoch = self._runtime.epoch()
+        except OSError as error:
+            self._epoch_lost = True
+            if not self._epoch_warned:
+                self._epoch_warned = True
+                _log.warning(
+                    "Encoder cache: cannot tell in shared memory whether the weights were replaced (%s). Until that "
+                    "can be read nothing is loaded or stored; serving goes on.",
+                    error,
+                )
+            return None
+        self._epoch_lost = False
+        return epoch
+
     def _put(self, mm_hash: str, tensor: torch.Tensor) -> str:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return "closed"
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.numel() == 0:
             return "not a two-dimensional output"
@@ -219,9 +250,12 @@ class ECCacheEngine:
             return f"dtype {dtype}"
         key = self._key(mm_hash)
         if key is None:
-            return "id not storable"
+            return "epoch unknown" if self._epoch_lost else "id not storable"
         rows, columns = tensor.shape
-        writer, staging = self._storing()
+        storing = self._storing()
+        if storing is None:
+            return "closed"
+        writer, staging = storing
         if writer.pending(key):
             self.stats.add("duplicates")
             return ""
@@ -289,7 +323,10 @@ class ECCacheEngine:
     def _keep_copy(self, key: Key, header: Header, tensor: torch.Tensor) -> None:
         """Put what came from a remote into the local tiers, where there is room in the queue."""
         try:
-            writer, staging = self._storing()
+            storing = self._storing()
+            if storing is None:
+                return
+            writer, staging = storing
             slot = None if writer.full() or header.payload > self._tiers.largest else staging.take(header.payload)
             if slot is None:
                 return
@@ -299,8 +336,11 @@ class ECCacheEngine:
         except Exception as error:
             _log.debug("a remote entry was not kept locally: %s", error)
 
-    def _storing(self) -> tuple[Writer, Staging]:
+    def _storing(self) -> tuple[Writer, Staging] | None:
+        """The writer and its buffer, made at the first use; ``None`` once the engine is closed."""
         with self._lock:
+            if self._closed:
+                return None
             if self._writer is None or self._staging is None:
                 self._staging = Staging(self.config.staging, pin=self._device_type == "cuda")
                 label = json.dumps({"model": self.identity.name, "vllm": vllm_version(), "key_dtype": self._dtype})
@@ -315,6 +355,27 @@ class ECCacheEngine:
                     stored=lambda key: self._runtime.allow(key.path),
                 )
             return self._writer, self._staging
+
+
+def _within_run(config: ECConfig, identity: ModelIdentity) -> ECConfig:
+    """``config``, without what outlives the run where the run could not be told from others; says so once."""
+    if config.namespace or not identity.weights_unknown:
+        return config
+    if not identity.run_unknown:
+        _log.warning(
+            "Encoder cache: the weights of %r cannot be told from others (no weight file or downloaded snapshot is on "
+            "this host), so entries serve this run only. Set ec_namespace to a text that changes with the weights to "
+            "keep them over restarts.",
+            identity.name,
+        )
+        return config
+    if config.disk_path or config.has_remote:
+        _log.warning(
+            "Encoder cache: neither the weights of %r nor this run can be told from others, so disk and remote are "
+            "not used. Set ec_namespace to a text that changes with the weights, or engine_id in --ec-transfer-config.",
+            identity.name,
+        )
+    return replace(config, disk_path="", remote_url="", remote_options={})
 
 
 def dtype_name(dtype: torch.dtype) -> str:

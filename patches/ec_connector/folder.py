@@ -8,9 +8,12 @@ Layout below the folder's root (mode 0700, files 0600)::
     tmp/<id>.<bytes>.<pid>.tmp   entries being written, each locked (flock) by its writer for as long as it lives
     <binding>/<name>.ec          published entries
 
-Every byte is counted *before* it is written, a file in ``tmp`` with its final size. A killed writer's file is
-recognised by its lock being free and is removed by the next process that scans. The count may thus only be too high,
-and a scan, which each eviction needs anyway, puts it right: so files removed by hand do no harm either.
+Every byte is counted *before* it is written, a file in ``tmp`` with its final size, each file in whole pages. A killed
+writer's file is recognised by its lock being free and is removed by the next process that scans. The count may thus
+only be too high, and a scan, which each eviction needs anyway, puts it right: so files removed by hand do no harm
+either. A count that cannot be right is forgotten, and the next writer scans.
+
+What does not have a name of these forms, or is a symbolic link, is somebody else's: neither counted nor removed.
 """
 
 from __future__ import annotations
@@ -27,14 +30,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.identity import Key
 
 ROOT_NAME = "ec-v1"
-SUFFIX = ".ec"
 _COUNT = struct.Struct("<8sQ")
 _COUNT_MAGIC = b"ECBYTES1"
-_TEMPORARY = re.compile(r"^(?P<id>[0-9a-f]{32})\.(?P<bytes>\d+)\.(?P<pid>\d+)\.(?P<unique>[0-9a-f]+)\.tmp$")
-_BINDING = re.compile(r"^[0-9a-f]{32}$")
+_COUNT_MOST = (1 << 64) - 1
+# Matched against whole names.
+_TEMPORARY = re.compile(r"(?P<id>[0-9a-f]{32})\.(?P<bytes>[0-9]+)\.[0-9]+\.[0-9a-f]+\.tmp")
+_BINDING = re.compile(r"[0-9a-f]{32}")
+_ENTRY = re.compile(r"[0-9a-f]{16}@[0-9]+@[0-9]+@[A-Za-z0-9_]+\.ec")
+# What a file takes of a file system comes in pages: in shared memory of this size, on disks mostly too.
+_PAGE = 4096
+_OPEN_ENTRY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OPEN_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 # Where a file system has no locks, a file in tmp is a leftover when it is this old (seconds).
 _UNLOCKED_LEFTOVER = 3600.0
 # With more files than this an eviction makes some room ahead, so that not every store scans the folder.
@@ -55,9 +65,19 @@ class Published:
     used: float
 
 
+@dataclass(frozen=True)
+class Temporary:
+    """A file in ``tmp``: the entry it is for (``id``) and the bytes its writer has reserved."""
+
+    path: str
+    id: str
+    reserved: int
+    size: int
+
+
 @dataclass
 class Book:
-    """The folder's byte count while its lock is held; written back when the lock is released."""
+    """The folder's byte count while its lock is held; written back when the lock is released, if it is ``known``."""
 
     used: int
     known: bool
@@ -66,26 +86,30 @@ class Book:
 class Folder:
     """Locking, counting and evicting for one root. Holds no file open between calls.
 
-    ``limit`` is in bytes, ``None`` for none: then nothing is counted and nothing evicted.
+    ``limit`` is in bytes, ``None`` for none: then nothing is counted and nothing evicted. ``spare`` bytes of the file
+    system stay free for others, whatever the limit says.
     """
 
-    def __init__(self, base: str, limit: int | None, lock_seconds: float = 5.0) -> None:
+    def __init__(self, base: str, limit: int | None, lock_seconds: float = 5.0, spare: int = 0) -> None:
         self.root = base if os.path.basename(os.path.normpath(base)) == ROOT_NAME else os.path.join(base, ROOT_NAME)
         self.limit = limit
+        self._spare = spare
         self._lock_seconds = lock_seconds
         self._locks = True
         self._scanned = False
 
-    def make(self) -> None:
-        """Make the root and ``tmp`` where missing.
+    def make(self, parents: bool = True) -> None:
+        """Make the root and ``tmp`` where missing, and with ``parents`` the folders above.
 
         Raises:
             OSError: it cannot be made.
         """
-        os.makedirs(os.path.dirname(self.root), 0o700, exist_ok=True)
+        if parents:
+            os.makedirs(os.path.dirname(self.root), 0o700, exist_ok=True)
         for folder in (self.root, self.temporaries):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
+        _demand_folder(self.temporaries)
 
     @property
     def temporaries(self) -> str:
@@ -109,8 +133,11 @@ class Folder:
             try:
                 yield book
             finally:
-                if book.used != before or not known:
-                    os.pwrite(handle, _COUNT.pack(_COUNT_MAGIC, max(0, book.used)), 0)
+                if book.known and book.used >= 0:
+                    if book.used != before or not known:
+                        os.pwrite(handle, _record(book.used), 0)
+                elif known:
+                    os.ftruncate(handle, 0)
         finally:
             os.close(handle)
 
@@ -127,6 +154,7 @@ class Folder:
         identity = hashlib.sha256(key.path.encode()).hexdigest()[:32]
         path = os.path.join(self.temporaries, f"{identity}.{size}.{os.getpid()}.{unique}.tmp")
         with self.locked() as book:
+            _demand_folder(self.temporaries)
             if self._in_flight(identity, book):
                 return None
             if self.limit is None:
@@ -135,11 +163,12 @@ class Folder:
                     self._scanned = True
             else:
                 if not book.known or not self._scanned:
-                    book.used = self._scan(clean=True)[0]
+                    self._count(book)
                     self._scanned = True
-                if book.used + size > self.limit:
-                    self._evict(book, size)
-                book.used += size
+                pages = _pages(size)
+                if book.used + pages > self._limit_now(book.used):
+                    self._evict(book, pages)
+                book.used += pages
                 # Written now: should this process be killed before the lock is released, the count is too high, not
                 # too low.
                 self._write_count(book)
@@ -147,34 +176,51 @@ class Folder:
             self._own(handle)
         return handle, path
 
-    def publish(self, handle: int, temporary: str, path: str, size: int) -> None:
-        """Give the finished file its name, replacing what stood there. Closes ``handle``.
+    def publish(self, temporary: str, path: str) -> None:
+        """Give the finished file its name, replacing what stood there.
 
         Raises:
             OSError: it could not be renamed; the caller must still call :meth:`abandon`.
         """
         target = os.path.join(self.root, path)
         with self.locked() as book:
-            replaced = 0
-            with contextlib.suppress(OSError):
-                replaced = os.lstat(target).st_size
+            replaced = _counted(target) if self.limit is not None else 0
             try:
+                _demand_folder(os.path.dirname(target))
                 os.rename(temporary, target)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(os.path.dirname(target), 0o700)  # fails where the root is gone too: see ``make``
                 os.rename(temporary, target)
-            book.used -= replaced if self.limit is not None else 0
-        os.close(handle)
+            book.used -= replaced
 
-    def abandon(self, handle: int, temporary: str, size: int) -> None:
-        """Remove an unpublished file and take its bytes back. Closes ``handle``; never raises."""
+    def abandon(self, temporary: str, size: int) -> None:
+        """Remove an unpublished file and take its bytes back; never raises."""
         with contextlib.suppress(OSError), self.locked(0.5) as book:
             os.unlink(temporary)
-            book.used -= size if self.limit is not None else 0
+            book.used -= _pages(size) if self.limit is not None else 0
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        with contextlib.suppress(OSError):
-            os.close(handle)
+
+    def fits(self, size: int) -> bool:
+        """Whether an entry of ``size`` bytes fits within the limit at all."""
+        return self.limit is None or _pages(size) <= self.limit
+
+    def shrink(self, size: int) -> bool:
+        """Evict entries of at least ``size`` bytes, for a file system that is full before the limit is reached.
+
+        False when there was nothing to evict, or there is no limit: then nothing ever is.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        if self.limit is None:
+            return False
+        with self.locked() as book:
+            files = self._count(book)
+            before = book.used
+            self._drop(book, files, before - _pages(size))
+            return book.used < before
 
     def remove(self, path: str, seen: os.stat_result | None = None) -> bool:
         """Remove an entry, only if it is still the file ``seen`` where given. True when it is gone.
@@ -194,16 +240,15 @@ class Folder:
             pass
         return not os.path.lexists(target) or self._other(target, seen)
 
-    def usage(self, clean: bool = True) -> tuple[int, int]:
-        """(bytes, entries) by looking at every file; sets the count right and removes leftovers.
+    def usage(self) -> tuple[int, int]:
+        """(bytes in whole pages, entries) by looking at every file; sets the count right and removes leftovers.
 
         Raises:
             OSError: the folder cannot be used.
         """
         with self.locked() as book:
-            used, files = self._scan(clean)
-            book.used = used
-        return used, len(files)
+            files = self._count(book)
+        return book.used, len(files)
 
     def counted(self) -> int:
         """The count of bytes as it stands.
@@ -216,28 +261,42 @@ class Folder:
 
     def published(self) -> Iterator[Published]:
         """Every published entry's file, unordered; files that vanish meanwhile are left out."""
-        for folder in self._list(self.root):
-            if not _BINDING.match(folder.name):
-                continue
-            for file in self._list(folder.path):
-                if not file.name.endswith(SUFFIX):
-                    continue
+        for folder in self._bindings():
+            for name in filter(_ENTRY.fullmatch, _names(folder)):
+                path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
-                    status = file.stat(follow_symlinks=False)
+                    status = os.lstat(path)
                     if stat.S_ISREG(status.st_mode):
-                        yield Published(file.path, status.st_size, status.st_mtime)
+                        yield Published(path, status.st_size, status.st_mtime)
+
+    def in_tmp(self) -> Iterator[Temporary]:
+        """Every file that is being written or that a killed writer left."""
+        for name in _names(self.temporaries):
+            match = _TEMPORARY.fullmatch(name)
+            if match is None:
+                continue
+            path = os.path.join(self.temporaries, name)
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode):
+                    yield Temporary(path, match["id"], _pages(int(match["bytes"])), status.st_size)
+
+    def _bindings(self) -> list[str]:
+        # The slash: where the root itself is a symbolic link, the operator made it.
+        return [os.path.join(self.root, name) for name in _names(self.root + "/") if _BINDING.fullmatch(name)]
 
     @staticmethod
     def _unlink(target: str, seen: os.stat_result | None) -> int:
-        """Remove the file if it is ``seen``; returns the bytes that went."""
+        """Remove the file if it is ``seen``; returns the counted bytes that went."""
         try:
-            now = os.lstat(target)
-            if seen is not None and not os.path.samestat(now, seen):
+            _demand_folder(os.path.dirname(target))
+            if seen is not None and not os.path.samestat(os.lstat(target), seen):
                 return 0
+            counted = _counted(target)
             os.unlink(target)
         except FileNotFoundError:
             return 0
-        return now.st_size
+        return counted
 
     @staticmethod
     def _other(target: str, seen: os.stat_result | None) -> bool:
@@ -258,6 +317,9 @@ class Folder:
                 raise
             # Somebody removed the folder meanwhile: the lock that was taken guards nothing any more.
             os.close(handle)
+            if time.monotonic() >= deadline:
+                raise Busy(errno.EAGAIN, f"lock of {self.root} is replaced by others again and again")
+            time.sleep(0.0005)
 
     def _take(self, handle: int, deadline: float) -> bool:
         pause = 0.0005
@@ -288,7 +350,7 @@ class Folder:
         with contextlib.suppress(OSError):
             handle = os.open(os.path.join(self.root, "lock"), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                os.pwrite(handle, _COUNT.pack(_COUNT_MAGIC, book.used), 0)
+                os.pwrite(handle, _record(book.used), 0)
             finally:
                 os.close(handle)
 
@@ -299,15 +361,15 @@ class Folder:
             self._locks = False
 
     def _in_flight(self, identity: str, book: Book) -> bool:
-        for file in self._list(self.temporaries):
-            match = _TEMPORARY.match(file.name)
-            if match is None or match["id"] != identity:
+        for file in self.in_tmp():
+            if file.id != identity:
                 continue
             if not self._leftover(file.path):
                 return True
             with contextlib.suppress(OSError):
                 os.unlink(file.path)
-                book.used = max(0, book.used - int(match["bytes"]))
+            # What its writer had counted is not for its name to say.
+            book.known = False
         return False
 
     def _leftover(self, path: str) -> bool:
@@ -328,39 +390,54 @@ class Folder:
         finally:
             os.close(handle)
 
-    def _clean_temporaries(self, clean: bool = True) -> int:
+    def _clean_temporaries(self) -> int:
         """Remove what killed writers left in ``tmp``; returns the bytes that live writers have reserved."""
         reserved = 0
-        for file in self._list(self.temporaries):
-            match = _TEMPORARY.match(file.name)
-            if clean and (match is None or self._leftover(file.path)):
-                with contextlib.suppress(OSError):
-                    os.unlink(file.path)
-                    continue
-            reserved += int(match["bytes"]) if match else 0
+        for file in self.in_tmp():
+            if not self._leftover(file.path):
+                reserved += file.reserved
+                continue
+            try:
+                os.unlink(file.path)
+            except OSError:
+                reserved += _pages(file.size)
         return reserved
 
-    def _scan(self, clean: bool) -> tuple[int, list[Published]]:
+    def _count(self, book: Book) -> list[Published]:
+        """Set the count right by looking at every file; removes leftovers and empty folders."""
         files = list(self.published())
-        used = sum(file.size for file in files)
-        used += self._clean_temporaries(clean)
-        if clean:
-            for folder in self._list(self.root):
-                if _BINDING.match(folder.name):
-                    # Fails on a folder that holds anything, which is the point.
-                    with contextlib.suppress(OSError):
-                        os.rmdir(folder.path)
-        return used, files
+        book.used = sum(_pages(file.size) for file in files) + self._clean_temporaries()
+        book.known = True
+        for folder in self._bindings():
+            # Fails on a folder that holds anything, which is the point.
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        return files
+
+    def _limit_now(self, used: int) -> int:
+        """The limit, or less where others have filled the file system but for ``spare`` bytes."""
+        limit = self.limit or 0
+        if self._spare:
+            status = os.statvfs(self.root)
+            limit = max(0, min(limit, used + status.f_bavail * status.f_frsize - self._spare))
+        return limit
 
     def _evict(self, book: Book, size: int) -> None:
         """Remove least recently used entries until ``size`` more bytes fit."""
-        limit = self.limit or 0
-        book.used, files = self._scan(clean=True)
+        files = self._count(book)
+        limit = self._limit_now(book.used)
         room = limit - size
         if book.used <= room:
             return
         if len(files) > _MANY_FILES:
             room -= min(limit // 32, max(0, room))
+        self._drop(book, files, room)
+        if book.used > limit - size:
+            raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
+
+    @staticmethod
+    def _drop(book: Book, files: list[Published], room: int) -> None:
+        """Remove the least recently used of ``files`` until no more than ``room`` bytes are used."""
         for file in sorted(files, key=lambda entry: entry.used):
             if book.used <= room:
                 return
@@ -370,14 +447,51 @@ class Folder:
                 pass
             except OSError:
                 continue
-            book.used -= file.size
-        if book.used > limit - size:
-            raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
+            book.used -= _pages(file.size)
 
-    @staticmethod
-    def _list(folder: str) -> list[os.DirEntry[str]]:
+
+def _pages(size: int) -> int:
+    """What a file of ``size`` bytes counts."""
+    return -(-size // _PAGE) * _PAGE
+
+
+def _record(used: int) -> bytes:
+    return _COUNT.pack(_COUNT_MAGIC, min(used, _COUNT_MOST))
+
+
+def _counted(path: str) -> int:
+    """What the entry's file was counted with; 0 where its header does not vouch for its size.
+
+    Others may have let a file grow: taking off more than was added would make the count too low.
+    """
+    with contextlib.suppress(OSError, format.FormatError):
+        handle = os.open(path, _OPEN_ENTRY)
         try:
-            with os.scandir(folder) as entries:
-                return list(entries)
-        except OSError:
-            return []
+            size = os.fstat(handle).st_size
+            format.read_header(handle, size)
+            return _pages(size)
+        finally:
+            os.close(handle)
+    return 0
+
+
+def _demand_folder(path: str) -> None:
+    """Raise unless ``path`` itself is a folder: behind a symbolic link are somebody else's files."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a symbolic link or a file is where a folder should be; remove it", path
+        )
+
+
+def _names(folder: str) -> list[str]:
+    """What is in ``folder``; nothing where it cannot be listed or is a symbolic link."""
+    try:
+        handle = os.open(folder, _OPEN_FOLDER)
+    except OSError:
+        return []
+    try:
+        return os.listdir(handle)
+    except OSError:
+        return []
+    finally:
+        os.close(handle)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import sys
 import time
@@ -48,6 +49,8 @@ ALIGN = 64
 FIRST_READ = 4096
 MAX_HEADER = 64 * 1024
 MAX_LABEL_BYTES = 8 * 1024
+# Far above any encoder output: a header that says more, as one in a sparse file can, must not decide what is allocated.
+MAX_PAYLOAD = 16 << 30
 BLOCK = 4096
 # Up to here the checksum is a SHA-256 of every byte: 0.1 to 0.2 ms.
 SMALL = 256 * 1024
@@ -87,7 +90,7 @@ class Header:
         """The label as data; empty when it is damaged."""
         try:
             value = json.loads(self.label)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
 
@@ -103,6 +106,8 @@ def encode_header(key: Key, rows: int, columns: int, dtype: str, payload: memory
         raise FormatError("entries are little-endian and this host is not")
     if dtype not in ITEM_SIZE or rows < 1 or columns < 1 or payload.nbytes != rows * columns * ITEM_SIZE[dtype]:
         raise FormatError(f"cannot store {payload.nbytes} bytes as {rows} x {columns} of {dtype}")
+    if payload.nbytes > MAX_PAYLOAD:
+        raise FormatError(f"{payload.nbytes} bytes are not stored (up to {MAX_PAYLOAD} are)")
     if not 0 < len(key.id_bytes) <= MAX_ID_BYTES:
         raise FormatError(f"an id of {len(key.id_bytes)} bytes is not stored (1 to {MAX_ID_BYTES} are)")
     if len(label) > MAX_LABEL_BYTES:
@@ -168,7 +173,9 @@ def decode_header(data: bytes | memoryview, total: int) -> Header:
         raise FormatError("header damaged")
     dtype = dtype_field.rstrip(b"\0").decode("ascii", "replace")
     if dtype not in ITEM_SIZE or rows < 1 or columns < 1 or payload != rows * columns * ITEM_SIZE[dtype]:
-        raise FormatError(f"impossible shape {rows} x {columns} of {dtype} in {payload} bytes")
+        raise FormatError(f"impossible shape {rows} x {columns} of {dtype!r} in {payload} bytes")
+    if payload > MAX_PAYLOAD:
+        raise FormatError(f"impossible payload of {payload} bytes")
     if size + payload != total:
         raise FormatError(f"{total} bytes long instead of {size + payload}")
     return Header(
@@ -184,6 +191,20 @@ def decode_header(data: bytes | memoryview, total: int) -> Header:
         digest=digest,
         size=size,
     )
+
+
+def read_header(handle: int, total: int) -> Header:
+    """Read and decode the header of an open file that is ``total`` bytes long.
+
+    Raises:
+        FormatError: see :func:`decode_header`.
+        OSError: the storage failed.
+    """
+    data = os.pread(handle, FIRST_READ, 0)
+    length = header_length(data)
+    if length > len(data):
+        data = os.pread(handle, length, 0)
+    return decode_header(data, total)
 
 
 def entry_size(id_bytes: int, label: int, payload: int) -> int:

@@ -94,8 +94,13 @@ class Lane:
             self._busy_since = time.monotonic()
             self._call = work
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread to be had now: the next call tries again
+                    self._busy_since = self._call = None
+                    raise
+                self._thread = thread
             self._condition.notify_all()
         if not done.wait(max(0.0, deadline - time.monotonic())):
             raise Stuck(f"{self.name}: no answer within {seconds:g} s")

@@ -7,6 +7,7 @@ attribute only makes the fingerprint shorter.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,9 +29,16 @@ BINDING_BYTES = 32
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _INDEX_SUFFIX = ".index.json"
-# A slice of this many bytes is read at both ends of a weight file: a checkpoint replaced by one of the same size and
-# time still differs in its header or its last tensor more often than not.
-_WEIGHT_SAMPLE = 64 * 1024
+# What is read of a weight file: stripes spread evenly from its first byte to its last. A checkpoint replaced by one of
+# the same size and time differs in some tensor. Files of up to a MiB are read whole.
+_STRIPES = 64
+_STRIPE = 16 * 1024
+# Files that say how an image becomes pixels. vLLM's content hash leaves them out, as it does ``mm_processor_kwargs`` of
+# the configuration; those of a request are in it.
+_PROCESSOR_SUFFIX = "processor_config.json"
+# In place of weights that cannot be told from others: the run, which no other run is. Alone it means that the processes
+# of the engine have nothing in common that names the run.
+_THIS_RUN = "run:"
 _VISION_SIDE = re.compile(
     r"vision|visual|image|audio|video|speech|sound|mm_|multi_?modal|projector|qformer|perceiver|resampler|patch|"
     r"spatial|encoder|deepstack|select_layer|select_feature|num_query",
@@ -112,7 +120,8 @@ class ModelIdentity:
 
     ``facts`` is plain JSON data. ``weights`` is left out of the binding, with ``name`` and ``revision``, when the
     operator gives a namespace: equal namespaces then vouch for equal weights (another host, another mount point).
-    ``engine_id`` is the same in all processes of one engine and says nothing about the model.
+    Weights that cannot be told from others are named by the run. ``engine_id`` is the same in all processes of one
+    engine and says nothing about the model.
     """
 
     name: str
@@ -120,6 +129,16 @@ class ModelIdentity:
     weights: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     engine_id: str = ""
+
+    @property
+    def weights_unknown(self) -> bool:
+        """Nothing here tells the weights from others, so ``weights`` names the run."""
+        return self.weights.startswith(_THIS_RUN)
+
+    @property
+    def run_unknown(self) -> bool:
+        """The weights are unknown, and so is what would tell this run's processes from other runs'."""
+        return self.weights == _THIS_RUN
 
     @property
     def fingerprint(self) -> str:
@@ -138,31 +157,43 @@ class ModelIdentity:
 def model_identity(vllm_config: Any) -> ModelIdentity:
     """Read a ``VllmConfig`` (any release; attributes by name) into a :class:`ModelIdentity`.
 
-    Reads the weight files' names, sizes, times and a sample of each (64 KiB at both ends) when the model is a folder
-    or a downloaded snapshot on this host. Tensor-parallel size is left out on purpose: a producer and a consumer of
-    different sizes share entries, equal up to rounding.
+    Reads the weight files' names, sizes, times and a sample of each (at most a MiB) when the model is a file or a
+    folder on this host; of a downloaded snapshot the commit. Weights that are anywhere else are taken for another
+    run's unless they are dummies, which configuration and seed decide. Tensor-parallel size is left out on purpose: a
+    producer and a consumer of different sizes share entries, equal up to rounding.
     """
     model = getattr(vllm_config, "model_config", None)
     name = str(getattr(model, "model", "") or "")
     revision = str(getattr(model, "revision", "") or "")
     load = getattr(vllm_config, "load_config", None)
     multimodal = getattr(model, "multimodal_config", None)
+    dummy = _text(getattr(load, "load_format", "")) == "dummy"
+    processor = getattr(multimodal, "mm_processor_kwargs", None) or getattr(model, "mm_processor_kwargs", None)
     facts = {
         "encoder": encoder_settings(getattr(model, "hf_config", None)),
         "quantization": _text(getattr(model, "quantization", None)),
         "load_format": _text(getattr(load, "load_format", None)),
-        "seed": _text(getattr(model, "seed", None)) if _text(getattr(load, "load_format", "")) == "dummy" else "",
+        "seed": _text(getattr(model, "seed", None)) if dummy else "",
         "multimodal": {key: _text(getattr(multimodal, key)) for key in _MM_SETTINGS if hasattr(multimodal, key)},
+        "processor": _digest(processor) if processor else "",
         "vllm": vllm_version(),
     }
-    transfer = getattr(vllm_config, "ec_transfer_config", None)
-    return ModelIdentity(
-        name=name,
-        revision=revision,
-        weights=weights_identity(name, revision, str(getattr(load, "download_dir", "") or "")),
-        facts=facts,
-        engine_id=str(getattr(transfer, "engine_id", "") or ""),
-    )
+    engine_id = str(getattr(getattr(vllm_config, "ec_transfer_config", None), "engine_id", "") or "")
+    # A model in object storage: ``model`` is then a local folder without the weights.
+    source = str(getattr(model, "model_weights", "") or "") or name
+    tokenizer = str(getattr(model, "tokenizer", "") or "")
+    weights = weights_identity(source, revision, str(getattr(load, "download_dir", "") or ""), tokenizer)
+    if not weights and not dummy:
+        weights = _this_run(engine_id, str(getattr(vllm_config, "instance_id", "") or ""))
+    return ModelIdentity(name=name, revision=revision, weights=weights, facts=facts, engine_id=engine_id)
+
+
+def _this_run(engine_id: str, instance_id: str) -> str:
+    """What the processes of an engine agree on and the next run does not have.
+
+    An operator may have fixed the engine's id; vLLM then still draws the instance's.
+    """
+    return _THIS_RUN + "/".join(part for part in (engine_id, instance_id) if part)
 
 
 def encoder_settings(hf_config: Any) -> dict[str, Any]:
@@ -179,28 +210,59 @@ def encoder_settings(hf_config: Any) -> dict[str, Any]:
     return cleaned
 
 
-def weights_identity(model: str, revision: str, download_dir: str = "") -> str:
+def weights_identity(model: str, revision: str, download_dir: str = "", tokenizer: str = "") -> str:
     """Digest of the weights that ``model`` names on this host; ``""`` when none are found here.
 
     A downloaded snapshot is named by its commit, which is the same on every host. Another folder is described by its
-    weight files.
+    weight files and by the settings of its image, video and sound processors; a single file with the vision side's
+    files beside it, and the processors of the ``tokenizer`` folder.
     """
+    if os.path.isfile(model):
+        # Not the target of a link: in the hub's cache all files lie in one folder, and nothing else of this model.
+        path = os.path.abspath(model)
+        return _describe([path, *_beside(path)], os.path.dirname(path), tokenizer)
     folder = model if os.path.isdir(model) else _snapshot(model, revision, download_dir)
     if not folder:
         return ""
     real = os.path.realpath(folder)
     if os.path.basename(os.path.dirname(real)) == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", os.path.basename(real)):
         return f"commit:{os.path.basename(real)}"
+    return _describe(_weight_files(real), real, tokenizer)
+
+
+def _describe(weights: Iterable[str], folder: str, tokenizer: str) -> str:
+    """``files:<number of weight files>:<digest>``; ``""`` without weight files."""
     digest = hashlib.sha256()
     count = 0
-    for path in sorted(_weight_files(real)):
+    for path in sorted(weights):
+        digest.update(f"{os.path.relpath(path, folder)}\0".encode("utf-8", "surrogateescape"))
         try:
-            digest.update(f"{os.path.relpath(path, real)}\0".encode("utf-8", "surrogateescape"))
             digest.update(_describe_file(path))
-            count += 1
         except OSError as error:
             digest.update(f"unreadable:{error.errno}".encode())
-    return f"files:{count}:{digest.hexdigest()}" if count else ""
+        # An index names weights and holds none.
+        count += not path.endswith(_INDEX_SUFFIX)
+    if not count:
+        return ""
+    for place in dict.fromkeys((folder, os.path.realpath(tokenizer) if os.path.isdir(tokenizer) else folder)):
+        for name in _listed(place, _PROCESSOR_SUFFIX):
+            digest.update(f"{name}\0".encode("utf-8", "surrogateescape"))
+            with contextlib.suppress(OSError), open(os.path.join(place, name), "rb") as file:
+                digest.update(hashlib.sha256(file.read()).digest())
+    return f"files:{count}:{digest.hexdigest()}"
+
+
+def _listed(folder: str, suffix: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(name for name in os.listdir(folder) if name.endswith(suffix))
+    return []
+
+
+def _beside(path: str) -> list[str]:
+    """Files with the vision side of the model in the file ``path``."""
+    folder = os.path.dirname(path)
+    names = [name for name in _listed(folder, ".gguf") if "mmproj" in name.lower()]
+    return [os.path.join(folder, name) for name in names if name != os.path.basename(path)]
 
 
 def vllm_version() -> str:
@@ -231,14 +293,19 @@ def _weight_files(folder: str) -> Iterable[str]:
 
 
 def _describe_file(path: str) -> bytes:
-    status = os.stat(path)
-    digest = hashlib.sha256(f"{status.st_size}:{status.st_mtime_ns}:".encode())
     with open(path, "rb") as file:
-        digest.update(file.read(_WEIGHT_SAMPLE))
-        if status.st_size > 2 * _WEIGHT_SAMPLE:
-            file.seek(-_WEIGHT_SAMPLE, os.SEEK_END)
-        digest.update(file.read(_WEIGHT_SAMPLE))
+        status = os.fstat(file.fileno())
+        digest = hashlib.sha256(f"{status.st_size}:{status.st_mtime_ns}:".encode())
+        for start in _stripes(status.st_size):
+            digest.update(os.pread(file.fileno(), _STRIPE, start))
     return digest.digest()
+
+
+def _stripes(size: int) -> Iterable[int]:
+    """Where the stripes of a file of ``size`` bytes begin; in a small file they touch and cover all of it."""
+    if size <= _STRIPES * _STRIPE:
+        return range(0, size, _STRIPE)
+    return [index * (size - _STRIPE) // (_STRIPES - 1) for index in range(_STRIPES)]
 
 
 def _snapshot(model: str, revision: str, download_dir: str) -> str:
@@ -275,6 +342,23 @@ def _clean(value: Any) -> Any:
         return value
     to_dict = getattr(value, "to_dict", None)
     return _clean(to_dict()) if callable(to_dict) else _text(value)
+
+
+def _digest(value: Any) -> str:
+    """Stands for settings that may hold what must not be logged; the same in every process."""
+    return hashlib.sha256(_spelled(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _spelled(value: Any) -> str:
+    """``value`` in full; maps and sets in one order, and no addresses, which differ by process."""
+    if isinstance(value, Mapping):
+        pairs = sorted(f"{_spelled(key)}:{_spelled(inner)}" for key, inner in value.items())
+        return "{" + ",".join(pairs) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_spelled(inner) for inner in value) + "]"
+    if isinstance(value, (set, frozenset)):
+        return "<" + ",".join(sorted(_spelled(inner) for inner in value)) + ">"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _text(value: Any) -> str:

@@ -27,7 +27,7 @@ import torch
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
-from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig
+from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig, without_userinfo
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.identity import KEY_WORKER_ID, KEY_WORLD_SIZE, Key
 
@@ -59,13 +59,14 @@ class LMCacheRemote:
             return
         manager = _build_manager(self._config, self._model, self._pool)
         self._manager = manager
+        url = without_userinfo(self._config.remote_url)
         try:
             backends = self._backends()
             if not backends:
-                raise ConnectionError(f"LMCache knows no backend for {self._config.remote_url!r}")
+                raise ConnectionError(f"LMCache knows no backend for {url!r}")
             for backend in backends:
                 if getattr(backend, "connection", backend) is None:
-                    raise ConnectionError(f"cannot connect to {self._config.remote_url or 'the remote storage plugin'}")
+                    raise ConnectionError(f"cannot connect to {url or 'the remote storage plugin'}")
                 _hurry_answers(backend)
         except BaseException:
             self.drop()
@@ -126,8 +127,8 @@ class LMCacheRemote:
             raise FormatError("checksum differs")
         return buffer
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
-        """Store an entry.
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
+        """Store an entry; ``"stored"``.
 
         Raises:
             TimeoutError: not there after ``seconds``.
@@ -140,6 +141,7 @@ class LMCacheRemote:
         address = self._address(key)
         # An older entry may stand at this address.
         self._send(address, memoryview(bytearray(header)), deadline, lambda: self._fetch(address, None) == header)
+        return "stored"
 
     def remove(self, key: Key) -> bool:
         """Remove an entry's header where the backend can; True when it is gone."""

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.config import ECConfig, without_userinfo
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck
 from vllm_omni_patch.patches.ec_connector.identity import Key
@@ -47,8 +47,8 @@ class Remote(Protocol):
     def read(self, key: Key, header: Header) -> memoryview:
         """Verified payload."""
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
-        """Store an entry, replacing one at the same address."""
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
+        """Store an entry, replacing one at the same address; the outcome as of :meth:`FileStore.write`."""
 
     def remove(self, key: Key) -> bool:
         """Remove an entry."""
@@ -96,9 +96,9 @@ class SharedFolder:
             raise FormatError("the entry went away")
         return memory
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
         """See :class:`Remote`."""
-        self._store.write(key, header, payload, force=True)
+        return self._store.write(key, header, payload, force=True)
 
     def remove(self, key: Key) -> bool:
         """See :class:`Remote`."""
@@ -111,7 +111,10 @@ def _changed() -> memoryview:
 
 def shared_folder_path(url: str) -> str:
     """Path of an ``fs://`` URL; ``fs:///path`` and ``fs://host:port/path`` are the same folder. ``""``: another URL."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return ""
     return os.path.abspath(unquote(parts.path)) if parts.scheme == "fs" and parts.path.strip("/") else ""
 
 
@@ -129,7 +132,7 @@ class RemoteTier:
         stats: ECStats,
         refuse: Callable[[str], None] = lambda path: None,
     ) -> None:
-        self.name = name
+        self.name = name = without_userinfo(name)
         self._refuse = refuse
         self._remote = remote
         self._config = config
@@ -141,6 +144,7 @@ class RemoteTier:
         self._stuck = 0
         self._closed = False
         self._connected = False
+        self._stale = False  # a lost connection is still to be dropped
         self._mutex = threading.Lock()
         # Set while no connection attempt runs.
         self._settled = threading.Event()
@@ -196,14 +200,14 @@ class RemoteTier:
         def store() -> str:
             if not force and self._present(key, new, limit):
                 return "present"
-            self._remote.write(key, header, payload, limit)
-            return "stored"
+            return self._remote.write(key, header, payload, limit)
 
         try:
             return self._stores.run(store, limit * 1.5)
         except Exception as error:
             self._lost("_stores", error)
-            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from error
+            shown = _for_log(error)
+            raise shown if isinstance(shown, OSError) else OSError(f"{type(error).__name__}: {error}") from error
 
     def recover(self) -> None:
         """See ``writer.Tier``; the next write connects again."""
@@ -218,8 +222,8 @@ class RemoteTier:
         deadline = time.monotonic() + max(0.1, seconds)
         closer = threading.Thread(target=self._remote.drop, name="ec-remote-close", daemon=True)
         self._settled.wait(min(1.0, seconds))
-        closer.start()
-        closer.join(max(0.1, deadline - time.monotonic()))
+        if _started(closer):
+            closer.join(min(max(0.1, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         for lane in (self._lookups, self._loads, self._stores):
             lane.close(max(0.1, min(1.0, deadline - time.monotonic())))
 
@@ -229,10 +233,18 @@ class RemoteTier:
             if self._closed or self._connected or not self._settled.is_set():
                 return
             self._settled.clear()
-        threading.Thread(target=self._connect, name="ec-remote-connect", daemon=True).start()
+        try:
+            threading.Thread(target=self._connect, name="ec-remote-connect", daemon=True).start()
+        except RuntimeError as error:
+            self._pause.failed(error)
+            self._stats.add("remote_failures")
+            self._settled.set()
 
     def _connect(self) -> None:
         try:
+            if self._stale:
+                self._stale = False
+                self._remote.drop()
             self._remote.connect()
             if self._closed:
                 self._remote.drop()
@@ -240,7 +252,7 @@ class RemoteTier:
             self._connected = True
             self._pause.worked()
         except Exception as error:
-            self._pause.failed(error)
+            self._pause.failed(_for_log(error))
             self._stats.add("remote_failures")
         finally:
             self._settled.set()
@@ -271,7 +283,7 @@ class RemoteTier:
             _log.debug("%s: %s", self.name, error)
             return otherwise
         except Exception as error:
-            self._pause.failed(error)
+            self._pause.failed(_for_log(error))
             self._lost(lane, error)
             return otherwise
         self._pause.worked()
@@ -287,13 +299,39 @@ class RemoteTier:
             if isinstance(error, Stuck):
                 if self._stuck >= _MAX_STUCK:
                     return
-                self._stuck += 1
-                old: Lane = getattr(self, lane)
-                setattr(self, lane, Lane(old.name))
-                threading.Thread(target=self._retire, args=(old,), name="ec-remote-retire", daemon=True).start()
-        threading.Thread(target=self._remote.drop, name="ec-remote-drop", daemon=True).start()
+                self._leave(self._renew(lane))
+        self._stale = not _started(threading.Thread(target=self._remote.drop, name="ec-remote-drop", daemon=True))
+
+    def _renew(self, lane: str) -> Lane:
+        """Put a new lane in the place of the one that is returned; with the mutex held."""
+        old: Lane = getattr(self, lane)
+        setattr(self, lane, Lane(old.name))
+        return old
+
+    def _leave(self, lane: Lane) -> None:
+        """Leave a lane to itself until its call comes back; with the mutex held."""
+        if _started(threading.Thread(target=self._retire, args=(lane,), name="ec-remote-retire", daemon=True)):
+            self._stuck += 1
+        else:
+            lane.close(0.0)
 
     def _retire(self, lane: Lane) -> None:
         if lane.close(600.0):
             with self._mutex:
                 self._stuck -= 1
+
+
+def _started(thread: threading.Thread) -> bool:
+    """Start ``thread``; False where the system has none left."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _for_log(error: BaseException) -> BaseException:
+    """``error``, or one that says the same without the password of a URL in it."""
+    text = str(error)
+    shown = without_userinfo(text)
+    return error if shown == text else OSError(f"{type(error).__name__}: {shown}")

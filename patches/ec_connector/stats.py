@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 from vllm_omni_patch import ledger, metrics
 
 _log = ledger.logger("ec")
+# Forks between the first process and this one.
+_forks = 0
 
 HELP = {
     "hits": "Encoder outputs loaded from the encoder cache.",
@@ -51,11 +54,13 @@ class Snapshot:
 class ECStats:
     """Counters of one engine. ``interval`` seconds lie between log lines at least; 0: no line.
 
-    Every counter also goes to ``vllm_omni_patch_ec_<name>_total``.
+    Every counter also goes to ``vllm_omni_patch_ec_<name>_total``. A forked child counts nothing, because a lock may
+    have been held when it was forked.
     """
 
     def __init__(self, role: str, interval: float = 60.0) -> None:
         self._role = role
+        self._born = _forks
         self._interval = interval
         self._lock = threading.Lock()
         self._values: dict[str, float] = dict.fromkeys(HELP, 0)
@@ -64,8 +69,15 @@ class ECStats:
         self._logged_at = time.monotonic()
         self._logged: dict[str, float] = dict(self._values)
 
+    @property
+    def forked(self) -> bool:
+        """This process was forked off the one that the engine and its threads live in."""
+        return self._born != _forks
+
     def add(self, name: str, amount: float = 1, reason: str = "") -> None:
         """Count; ``reason`` also keeps a count of its own (why stores were dropped). Never raises."""
+        if self._born != _forks:
+            return
         with self._lock:
             self._values[name] += amount
             self.counted += 1
@@ -82,26 +94,23 @@ class ECStats:
 
     def snapshot(self) -> Snapshot:
         """All counters now."""
-        with self._lock:
-            values: dict[str, Any] = {
-                name: value if name == "load_seconds" else int(value) for name, value in self._values.items()
-            }
+        values: dict[str, Any] = {
+            name: value if name == "load_seconds" else int(value) for name, value in self.values().items()
+        }
         return Snapshot(**values)
 
     def values(self) -> dict[str, float]:
         """All counters now, by name."""
-        with self._lock:
-            return dict(self._values)
+        return dict(self._values)
 
     def reasons(self) -> dict[str, int]:
         """Why stores were dropped: reason to count."""
-        with self._lock:
-            return dict(self._reasons)
+        return dict(self._reasons)
 
     def tick(self, last: bool = False) -> None:
         """Log one line when the interval is over and something happened; at once when ``last``. Never raises."""
         now = time.monotonic()
-        if not (last or self._is_due(now)):
+        if self._born != _forks or not (last or self._is_due(now)):
             return  # without the lock: asked several times in every step
         with self._lock:
             if not (last or self._is_due(now)) or self._values == self._logged:
@@ -131,3 +140,11 @@ class ECStats:
             text += f"; {facts.bad_entries} bad entries removed"
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons().items()))
         return f"{text} (dropped: {reasons})" if reasons else text
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)

@@ -12,6 +12,7 @@ power cut a torn entry fails its checksum and is a miss.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -25,6 +26,8 @@ from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.identity import Key
 
 Outcome = Literal["stored", "present", "busy", "too large", "address taken"]
+# What a device says that has no room. NFS says the second.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -74,14 +77,22 @@ class OpenEntry:
 class FileStore:
     """Entries in the files of one :class:`Folder`. Thread-safe and process-safe.
 
-    ``name`` is for messages. Methods raise ``OSError`` for trouble with the storage; a caller decides what that means.
+    ``name`` is for messages, ``spare`` as for :class:`Folder`. Methods raise ``OSError`` for trouble with the storage;
+    a caller decides what that means.
     """
 
     def __init__(
-        self, name: str, base: str, limit: int | None, *, fsync: bool = False, touch_seconds: float = 10.0
+        self,
+        name: str,
+        base: str,
+        limit: int | None,
+        *,
+        fsync: bool = False,
+        touch_seconds: float = 10.0,
+        spare: int = 0,
     ) -> None:
         self.name = name
-        self.folder = Folder(base, limit)
+        self.folder = Folder(base, limit, spare=spare)
         self.limit = limit
         self._fsync = fsync
         self._touch_seconds = touch_seconds
@@ -157,33 +168,62 @@ class FileStore:
             OSError: the storage failed; nothing is left behind.
         """
         size = len(header) + payload.nbytes
-        if self.limit is not None and size > self.limit:
+        if not self.folder.fits(size):
             return "too large"
         new = format.decode_header(header, size)
         if not force and self.has(key, new.rows, new.columns, new.dtype):
             return "present"
-        reserved = self.folder.reserve(key, size)
+        unless = None if force else new
+        try:
+            return self._write(key, header, payload, unless)
+        except OSError as error:
+            # Full before the limit is reached: others keep things there too.
+            if error.errno not in _FULL or not self.folder.shrink(size):
+                raise
+        return self._write(key, header, payload, unless)
+
+    def _write(self, key: Key, header: bytes, payload: memoryview, unless: Header | None) -> Outcome:
+        """Reserve, write, publish. Not when an entry like ``unless`` is there."""
+        reserved = self.folder.reserve(key, len(header) + payload.nbytes)
         if reserved is None:
             return "busy"
         handle, temporary = reserved
         try:
+            outcome = self._fill(handle, temporary, key, [memoryview(header), payload], unless)
+        except BaseException:
+            # The error that counts is the first one.
+            with contextlib.suppress(OSError):
+                os.close(handle)
+            raise
+        try:
+            os.close(handle)
+        except OSError:
+            # Only now says NFS that the bytes did not arrive.
+            if outcome == "stored":
+                self.remove(key)
+            raise
+        if self._fsync and outcome == "stored":
+            _sync_folder(os.path.join(self.folder.root, key.folder))
+        return outcome
+
+    def _fill(self, handle: int, temporary: str, key: Key, parts: list[memoryview], unless: Header | None) -> Outcome:
+        size = sum(part.nbytes for part in parts)
+        try:
             # Another writer may have published between the first look and the reservation.
-            if not force and self.has(key, new.rows, new.columns, new.dtype):
-                self.folder.abandon(handle, temporary, size)
+            if unless is not None and self.has(key, unless.rows, unless.columns, unless.dtype):
+                self.folder.abandon(temporary, size)
                 return "present"
-            _write_all(handle, [memoryview(header), payload])
+            _write_all(handle, parts)
             if self._fsync:
                 os.fsync(handle)
-            self.folder.publish(handle, temporary, key.path, size)
+            self.folder.publish(temporary, key.path)
         except IsADirectoryError:
             # Somebody's folder stands where this one entry belongs; the storage works.
-            self.folder.abandon(handle, temporary, size)
+            self.folder.abandon(temporary, size)
             return "address taken"
         except BaseException:
-            self.folder.abandon(handle, temporary, size)
+            self.folder.abandon(temporary, size)
             raise
-        if self._fsync:
-            _sync_folder(os.path.join(self.folder.root, key.folder))
         return "stored"
 
     def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
@@ -229,11 +269,7 @@ def open_handle(handle: int) -> OpenEntry:
     if not stat.S_ISREG(status.st_mode):
         raise BadEntry("not a regular file", status)
     try:
-        data = os.pread(handle, format.FIRST_READ, 0)
-        length = format.header_length(data)
-        if length > len(data):
-            data = os.pread(handle, length, 0)
-        header = format.decode_header(data, status.st_size)
+        header = format.read_header(handle, status.st_size)
     except FormatError as error:
         raise BadEntry(str(error), status) from None
     return OpenEntry(handle, header, status)

@@ -23,18 +23,27 @@ _OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAG
 
 @dataclass
 class FileTier:
-    """A :class:`FileStore` in its place."""
+    """A :class:`FileStore` in its place. ``private``: in the folder that goes with this engine's last process."""
 
     name: str
     store: FileStore
+    private: bool = False
 
     def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> str:
         """See :meth:`FileStore.write`."""
         return self.store.write(key, header, payload, force=force)
 
     def recover(self) -> None:
-        """Make the folder again where it vanished."""
-        self.store.folder.make()
+        """Make the folder again where it vanished; a private one is not: nobody would remove it in the end.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        try:
+            self.store.folder.make(parents=not self.private)
+        except FileNotFoundError as error:
+            message = "this engine's folder in shared memory was removed while the engine runs"
+            raise FileNotFoundError(error.errno, message, os.path.dirname(self.store.folder.root)) from None
 
 
 @dataclass
@@ -68,8 +77,8 @@ class Tiers:
                     limit / GIB,
                 )
             limit = room
-        memory = FileStore("memory", runtime.entries, limit, touch_seconds=0.0)
-        local.append(FileTier("shared CPU memory", memory))
+        memory = FileStore("memory", runtime.entries, limit, touch_seconds=0.0, spare=limit // 4)
+        local.append(FileTier("shared CPU memory", memory, private=True))
         for tier in local:
             try:
                 tier.recover()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
+from vllm_omni_patch.patches.ec_connector.config import MAX_SECONDS
 from vllm_omni_patch.patches.ec_connector.format import FormatError
 from vllm_omni_patch.patches.ec_connector.guard import Pause
 from vllm_omni_patch.patches.ec_connector.identity import Key
@@ -119,18 +120,20 @@ class Writer:
             self._hurried += 1
             self._condition.notify_all()
             try:
-                return self._condition.wait_for(lambda: not self._jobs and not self._busy, timeout)
+                return self._condition.wait_for(lambda: not self._jobs and not self._busy, min(timeout, MAX_SECONDS))
             finally:
                 self._hurried -= 1
 
     def close(self, timeout: float) -> None:
         """Take no more, write what is queued, end the thread. What is left after ``timeout`` is dropped and counted."""
-        self.flush(timeout)
-        with self._condition:
-            self._closed = True
-            left = len(self._jobs)
-            self._jobs.clear()
-            self._condition.notify_all()
+        try:
+            self.flush(timeout)
+        finally:
+            with self._condition:
+                self._closed = True
+                left = len(self._jobs)
+                self._jobs.clear()
+                self._condition.notify_all()
         if left:
             self._stats.add("dropped", left, "left at shutdown")
             _log.warning("Encoder cache shutdown: %d outputs were not stored within %.1f s.", left, timeout)

@@ -15,10 +15,11 @@ torch = pytest.importorskip("torch")
 
 from typer.testing import CliRunner  # noqa: E402
 
+from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.cli import app  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.identity import Key, ModelIdentity, stable_u64  # noqa: E402
 
 
 @pytest.fixture
@@ -91,3 +92,56 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
     for command in (("stats",), ("verify",), ("clear", "--all")):
         code, text = call(command[0], tmp_path, *command[1:])
         assert code == 2 and "no encoder cache" in text
+
+
+def plant(folder: Path, label: bytes) -> None:
+    """One more entry, with a label of somebody else's making."""
+    first = entries(folder)[0]
+    key = Key("planted", b"planted", stable_u64("planted"), "bfloat16", b"p" * 32)
+    payload = memoryview(bytearray(64))
+    path = first.parent.parent / key.path
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(format.encode_header(key, 4, 8, "bfloat16", payload, label) + payload)
+
+
+def test_a_label_nested_without_end_is_no_name(folder: Path) -> None:
+    plant(folder, b"[" * 8000)
+    code, text = call("stats", folder)
+    assert code == 0 and "(no name): 1 entries" in text
+    code, text = call("clear", folder, "--model", "(no name)", "--json")
+    assert code == 0 and json.loads(text)["removed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"), [(rb'{"model": "\ud800"}', r"\ud800"), (rb'{"model": "m\u001b[31m\n"}', r"m\x1b[31m\n")]
+)
+def test_names_are_printed_without_what_a_terminal_obeys(label: bytes, shown: str, folder: Path) -> None:
+    plant(folder, label)
+    code, text = call("stats", folder)
+    assert code == 0 and f"  {shown}: 1 entries" in text and "\x1b" not in text
+    assert call("stats", folder, "--json")[0] == 0
+    code, text = call("clear", folder, "--model", shown, "--json")
+    assert code == 0 and json.loads(text)["removed"] == 1, "named as stats names it"
+
+
+def test_a_path_that_is_no_text_is_printed(tmp_path: Path) -> None:
+    code, text = call("stats", os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    assert code == 2 and r"\udcff holds no encoder cache" in text
+
+
+def test_clear_says_why_a_folder_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+    lock = folder / "ec-v1" / "lock"
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    code, text = call("clear", folder, "--all")
+    assert code == 2 and "removed 0 entries, then stopped" in text and "must be writable" in text
+    assert len(entries(folder)) == 5 and not (tmp_path / "elsewhere").exists()
+
+
+def test_clear_spares_what_is_behind_links(folder: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "victim" / entries(folder)[0].name
+    theirs.parent.mkdir()
+    theirs.write_text("theirs")
+    (folder / "ec-v1" / ("a" * 32)).symlink_to(theirs.parent)
+    assert call("clear", folder, "--all")[0] == 0
+    assert theirs.read_text() == "theirs"

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig, known_settings, load_ec_config
+from vllm_omni_patch.patches.ec_connector.config import (
+    GIB,
+    MIB,
+    ECConfig,
+    known_settings,
+    load_ec_config,
+    without_userinfo,
+)
 
 
 def load(env: dict[str, str] | None = None, extra: dict[str, Any] | None = None, yaml: str = "", at: Any = None):
@@ -162,3 +169,64 @@ def test_settings_of_lmcache_without_effect_draw_no_warning(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
         found = load({"LMCACHE_EC_CHUNK_SIZE": "1024"})
     assert found == ECConfig() and not caplog.records
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_local_cpu_size", 1e300),
+        ("max_local_disk_size", 10**400),
+        ("max_local_disk_size", 1e290),
+        ("staging_size_mib", "1e305"),
+        ("queue_entries", 1e300),
+        ("extra_config", "[" * 100_000),
+        ("salt", nested(100_000)),
+        ("remote_url", "fs://[x"),
+        ("remote_url", "redis://[::1"),
+        ("remote_url", "fs://h/a\0b"),
+        ("local_disk", "a\0b"),
+        ("local_disk", "\ud800"),
+        ("shm_path", "a\0b"),
+    ],
+    ids=lambda value: f"{value!r:.20}" if isinstance(value, (str, int, float)) else "nested",
+)
+def test_values_beyond_all_bounds_are_dropped_too(name: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        found = load(extra={name: value})
+    assert found.unused == (f"ec_connector_extra_config.{name}",)
+    assert load() == ECConfig(**{**vars(found), "unused": (), "remote_options": {}})
+    assert name in caplog.text and len(caplog.text) < 1000
+
+
+def test_times_are_cut_to_what_a_wait_takes() -> None:
+    import threading
+
+    found = load(extra={"close_deadline_ms": 1e300, "store_deadline_ms": 1e300})
+    assert found.store_deadline * 1.5 <= threading.TIMEOUT_MAX and found.close_deadline <= threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://:S@host:1", "redis://host:1"),
+        ("redis://user:S@host:1/0?x=1", "redis://host:1/0?x=1"),
+        ("redis://u:S/S@S@host:1", "redis://host:1"),
+        ("cannot reach redis://u:S@h now; me@home", "cannot reach redis://h now; me@home"),
+        ("fs://u:S@host:0/a@b/c", "fs://host:0/a@b/c"),
+        ("fs://host:0/a@b", "fs://host:0/a@b"),
+        ("lm://host:1", "lm://host:1"),
+    ],
+)
+def test_no_password_is_shown(text: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert without_userinfo(text) == shown
+    assert ECConfig(remote_url=text).describe().endswith(f"remote {shown}")
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        load(extra={"remote_url": [text], "extra_config": [text], "ec": text})
+    assert len(caplog.records) == 3 and "S@" not in caplog.text

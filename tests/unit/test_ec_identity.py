@@ -156,3 +156,113 @@ def test_every_part_of_the_binding_counts() -> None:
 def test_a_configuration_without_anything_is_still_an_identity() -> None:
     empty = model_identity(SimpleNamespace())
     assert len(empty.fingerprint) == 64 and empty.engine_id == ""
+
+
+def test_a_model_in_one_file_is_known_by_the_file(tmp_path: Any) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a" * 1000)
+    first = model_identity(config(str(path)))
+    assert not first.weights_unknown and first.weights == model_identity(config(str(path))).weights
+    path.write_bytes(b"b" * 5000)
+    second = model_identity(config(str(path)))
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"vision")
+    third = model_identity(config(str(path)))
+    assert len({first.fingerprint, second.fingerprint, third.fingerprint}) == 3
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "gs://bucket/model/x", "org/model:Q4_K_M", "org/model"])
+def test_weights_that_are_nowhere_here_are_those_of_one_run(
+    model: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    scheduler, worker, next_run = config(model), config(model), config(model, engine_id="next")
+    first = model_identity(scheduler)
+    assert first.weights_unknown and not first.run_unknown
+    assert first.fingerprint == model_identity(worker).fingerprint
+    assert first.fingerprint != model_identity(next_run).fingerprint
+    fixed = config(model)
+    fixed.instance_id = "drawn by vLLM"
+    assert first.fingerprint != model_identity(fixed).fingerprint, "an operator fixed the engine's id"
+    assert first.bind("prod", "", "", "") == model_identity(next_run).bind("prod", "", "", "")
+    assert model_identity(config(model, engine_id=None)).run_unknown
+
+
+def test_a_model_in_object_storage_is_not_known_by_its_configuration(tmp_path: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    streamed = config(str(tmp_path))
+    assert model_identity(streamed).weights_unknown, "an index holds no weights"
+    write_model(str(tmp_path), b"a")
+    assert not model_identity(streamed).weights_unknown
+    streamed.model_config.model_weights = "s3://bucket/model"
+    assert model_identity(streamed).weights_unknown
+
+
+def test_dummy_weights_and_downloaded_ones_are_the_same_in_the_next_run(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789" * 4
+    write_model(str(tmp_path / "models--org--name" / "snapshots" / commit), b"a")
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    one, two = config("org/name"), config("org/name", engine_id="next")
+    assert model_identity(one).fingerprint == model_identity(two).fingerprint
+    for each in (one, two):
+        each.model_config.model = str(tmp_path / "models--org--name" / "refs")
+        each.load_config.load_format = "dummy"
+    assert model_identity(one).weights == ""
+    assert model_identity(one).fingerprint == model_identity(two).fingerprint
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+)
+def test_identity_follows_the_processor_s_files(name: str, tmp_path: Any) -> None:
+    write_model(str(tmp_path / "model"), b"a")
+    prints = set()
+    for text in (None, '{"image_mean": [0.5]}', '{"image_mean": [0.1]}'):
+        if text:
+            (tmp_path / "model" / name).write_text(text)
+        prints.add(model_identity(config(str(tmp_path / "model"))).fingerprint)
+    assert len(prints) == 3
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / name).write_text("{}")
+    elsewhere = config(str(tmp_path / "model"))
+    elsewhere.model_config.tokenizer = str(tmp_path / "tokenizer")
+    assert model_identity(elsewhere).fingerprint not in prints
+
+
+def test_identity_follows_mm_processor_kwargs_and_does_not_show_them(tmp_path: Any) -> None:
+    write_model(str(tmp_path), b"a")
+
+    def of(value: Any) -> ModelIdentity:
+        changed = config(str(tmp_path))
+        changed.model_config.multimodal_config.mm_processor_kwargs = value
+        return model_identity(changed)
+
+    values: list[Any] = [None, {"do_rescale": True}, {"do_rescale": False}, {"size": {"a": 1}}, {"kind": {"x", "y"}}]
+    assert len({of(value).fingerprint for value in values}) == len(values)
+    assert of({"a": 1, "b": object}).fingerprint == of({"b": object, "a": 1}).fingerprint
+    assert of({"a": lambda: 1}).fingerprint == of({"a": lambda: 1}).fingerprint, "no addresses"
+    assert of(None).fingerprint == model_identity(config(str(tmp_path))).fingerprint == of({}).fingerprint
+    assert "secret" not in repr(of({"token": "secret"}))
+
+
+def test_a_change_in_the_middle_of_a_weight_file_is_seen(tmp_path: Any) -> None:
+    path = tmp_path / "model.safetensors"
+    small, large = bytes(1 << 20), bytes(4 << 20)
+    for data, start, length in ((small, 500_000, 100), (small, 1 << 19, 1), (large, 2 << 20, 1 << 17)):
+        path.write_bytes(data)
+        status = os.stat(path)
+        before = identity.weights_identity(str(tmp_path), "")
+        path.write_bytes(data[:start] + b"z" * length + data[start + length :])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert identity.weights_identity(str(tmp_path), "") != before
+
+
+@pytest.mark.parametrize("size", [0, 1, 16384, 16385, 1 << 20, (1 << 20) + 1, 123_456_789])
+def test_stripes_reach_both_ends(size: int) -> None:
+    stripes = list(identity._stripes(size))
+    assert stripes == sorted(stripes) and len(stripes) <= 64
+    assert not size or (stripes[0] == 0 and max(stripes) < size <= max(stripes) + 16384)

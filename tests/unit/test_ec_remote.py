@@ -60,9 +60,10 @@ class Server:
             raise format.FormatError("a piece is missing")
         return memoryview(bytearray(data))
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> None:
+    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
         self._serve()
         self.entries[key.path] = (header, bytes(payload))
+        return "stored"
 
     def remove(self, key: Key) -> bool:
         self._serve()
@@ -287,8 +288,106 @@ def test_discard_reaches_the_shared_folder(hosts: Any, tmp_path: Path) -> None:
     assert not list((tmp_path / "shared").rglob("*.ec")) and not hosts("two", "scheduler").contains("id")
 
 
+def test_a_store_that_the_shared_folder_did_not_take_is_not_counted(hosts: Any, tmp_path: Path) -> None:
+    one = hosts("one")
+    tier = one._tiers.remote[0]
+    header, payload = entry()
+    assert tier.write(key(), header, payload) == "stored"
+    (path,) = (tmp_path / "shared").rglob("*.ec")
+    path.unlink()
+    path.mkdir()
+    assert tier.write(key(), header, payload, force=True) == "address taken"
+
+
 def test_an_epoch_of_one_run_stays_on_its_host(hosts: Any, tmp_path: Path) -> None:
     one = hosts("one")
     one.new_epoch()
     assert one.put("id", torch.ones(4, 4, dtype=torch.bfloat16)) and one.flush(10)
     assert one.contains("id") and not list((tmp_path / "shared").rglob("*.ec"))
+
+
+def without_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has no thread left for those called ``name``."""
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("name", ["ec-remote-lookup", "ec-remote-load", "ec-remote-connect", "ec-remote"])
+def test_a_thread_that_cannot_be_started_is_started_later(
+    name: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_on(server, retry_seconds=0.01, lookup_deadline=2.0, load_deadline=2.0, store_deadline=5.0)
+    assert tier.wait_ready(5) and tier.write(key(), *entry()) == "stored"
+    if name in ("ec-remote-connect", "ec-remote"):
+        server.up = False
+        assert not tier.contains(key(), None)
+        server.up = True
+    with monkeypatch.context() as patch:
+        without_thread(name, patch)
+        for _ in range(3):
+            tier.contains(key(), None)
+            tier.load(key(), None)
+            time.sleep(0.05)
+    until(lambda: tier.contains(key(), None) and tier.load(key(), None) is not None)
+    assert tier._stuck == 0, "no thread is counted as left behind"
+    began = time.monotonic()
+    tier.close(1)
+    assert time.monotonic() - began < 20
+
+
+def test_without_a_thread_to_connect_a_store_fails_at_once_and_close_ends(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        without_thread("ec-remote", patch)
+        tier = tier_on(server)
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            tier.write(key(), *entry())
+        assert not tier.contains(key(), None)
+        tier.close(1)
+        assert time.monotonic() - began < 20
+
+
+def test_a_connection_that_no_thread_could_drop_is_dropped_before_the_next(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_on(server, retry_seconds=0.01, lookup_deadline=5.0)
+    assert tier.wait_ready(5)
+    with monkeypatch.context() as patch:
+        without_thread("ec-remote-drop", patch)
+        server.up = False
+        assert not tier.contains(key(), None)
+    server.up = True
+    until(lambda: tier.write(key(), *entry()) == "stored" if tier.wait_ready(1) else tier.contains(key(), None))
+    assert server.drops >= 1
+    tier.close(1)
+
+
+def test_no_password_in_messages(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    url = "redis://user:SECRET@host:1"
+
+    def refuse(*_: Any) -> None:
+        raise ConnectionError(f"no answer from {url}")
+
+    with caplog.at_level(logging.DEBUG, "vllm.omni_patch.ec"):
+        tier = RemoteTier(url, server, ECConfig(remote_url=url, retry_seconds=0.01), ECStats("worker"))
+        assert tier.wait_ready(5)
+        server.entries[key().path] = (entry()[0], b"")
+        assert tier.load(key(), None) is None
+        server.connect = server.header = server.write = refuse  # type: ignore[method-assign,assignment]
+        with pytest.raises(OSError, match="no answer from redis://host:1"):
+            tier.write(key(), *entry(), force=True)
+        until(lambda: "no answer" in caplog.text or tier.contains(key(), None))
+        tier.close(1)
+    assert "redis://host:1" in caplog.text and "SECRET" not in caplog.text
+
+
+def test_a_url_that_is_none_is_no_folder() -> None:
+    assert shared_folder_path("fs://[x") == ""

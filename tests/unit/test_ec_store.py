@@ -57,7 +57,8 @@ def opened(path: Path, limit: int | None = 64 * MIB, **options: float) -> FileSt
 
 
 def on_disk(store: FileStore) -> int:
-    return sum(file.stat().st_size for file in Path(store.folder.root).rglob("*.ec"))
+    """Bytes of all entries, each in whole pages."""
+    return sum(-(-file.stat().st_size // 4096) * 4096 for file in Path(store.folder.root).rglob("*.ec"))
 
 
 def age(store: FileStore, mm_hash: str, seconds: float) -> None:
