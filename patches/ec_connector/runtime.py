@@ -38,7 +38,7 @@ class Runtime:
         _remove_dead(self.parent, keep=self.path)
         self._alive: shared_folder.Member | None = shared_folder.Member(self.path)
         with contextlib.suppress(OSError):
-            open(self._epoch_file, "x").close()  # so that a missing one means that the folder was removed
+            os.close(_new_file(self._epoch_file))  # so that a missing one means that the folder was removed
 
     @property
     def entries(self) -> str:
@@ -86,7 +86,7 @@ class Runtime:
         text = os.urandom(16).hex()
         temporary = self._file(f"epoch.{text}")
         try:
-            with open(temporary, "x", encoding="ascii") as file:
+            with open(_new_file(temporary), "w", encoding="ascii") as file:
                 file.write(text)
                 file.flush()
                 status = os.fstat(file.fileno())
@@ -114,8 +114,7 @@ class Runtime:
         with contextlib.suppress(OSError):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._refusals, 0o700)
-            with open(self._refusal(path), "w"):
-                pass
+            os.close(_new_file(self._refusal(path)))
 
     def refused(self, path: str) -> bool:
         """Whether :meth:`refuse` was called for the entry, here or in another process of this engine."""
@@ -143,6 +142,10 @@ class Runtime:
 
     def _refusal(self, path: str) -> str:
         return os.path.join(self._refusals, hashlib.sha256(path.encode()).hexdigest()[:40])
+
+
+def _new_file(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def sweep(shm_path: str, engine_id: str = "", seconds: float = 0.0) -> None:

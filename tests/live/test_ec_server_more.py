@@ -86,6 +86,15 @@ def test_memory_only(folder: Path, model: str, reference: dict[int, Answer]) -> 
         shutil.rmtree(shm)
 
 
+def test_several_api_servers_show_the_same_numbers(folder: Path, model: str) -> None:
+    """Each scrape may reach another one; the numbers are the engine's."""
+    with engine(model, folder, arguments=("--api-server-count", "2"), name="servers") as server:
+        assert all(server.image(seed).ok for seed in IMAGES)
+        counted(server, "stored", len(IMAGES))
+        assert [counters(server)["stored"] for _ in range(8)] == [float(len(IMAGES))] * 8
+        assert server.stop() == {}
+
+
 def test_two_servers_share_a_folder(folder: Path, model: str, reference: dict[int, Answer]) -> None:
     env = {"LMCACHE_EC_LOCAL_DISK": str(folder / "shared")}
     with engine(model, folder, env=env, name="one") as one, engine(model, folder, env=env, name="two") as two:

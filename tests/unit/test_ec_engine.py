@@ -235,6 +235,10 @@ def test_a_removed_shared_folder_brings_no_earlier_epoch_back(build: Any, disk: 
         time.sleep(0.05)
     assert scheduler.contains("id") and same(scheduler.get("id", "cpu"), output(4, 4, seed=1))
     assert worker._runtime.epoch() == scheduler._runtime.epoch() != ""
+    worker._runtime.refuse("some/entry")
+    assert scheduler._runtime.refused("some/entry")
+    files = [path for path in Path(worker._runtime.path).rglob("*") if path.is_file()]
+    assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)
     worker.close()
     assert scheduler.contains("id")
     scheduler.close()
