@@ -349,7 +349,7 @@ def _matters(entry: ledger.Entry) -> bool:
 
 
 def read_snapshots() -> list[dict[str, Any]]:
-    """The snapshots of all processes of this run, this one's as it is now. Unreadable ones are left out."""
+    """The snapshots of all processes of this run, this one's as it is now; unreadable ones as they were last."""
     path = folder()
     mine = _name()
     found = [snapshot()]

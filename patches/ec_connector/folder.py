@@ -43,7 +43,7 @@ _BINDING = re.compile(r"[0-9a-f]{32}")
 _ENTRY = re.compile(r"[0-9a-f]{16}@[0-9]+@[0-9]+@[A-Za-z0-9_]+\.ec")
 # What a file takes of a file system comes in pages: in shared memory of this size, on disks mostly too.
 _PAGE = 4096
-_OPEN_ENTRY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+OPEN_ENTRY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 # Where a file system has no locks, a file in tmp is a leftover when it is this old (seconds).
 _UNLOCKED_LEFTOVER = 3600.0
@@ -465,7 +465,7 @@ def _counted(path: str) -> int:
     Others may have let a file grow: taking off more than was added would make the count too low.
     """
     with contextlib.suppress(OSError, format.FormatError):
-        handle = os.open(path, _OPEN_ENTRY)
+        handle = os.open(path, OPEN_ENTRY)
         try:
             size = os.fstat(handle).st_size
             format.read_header(handle, size)

@@ -56,7 +56,7 @@ class Runtime:
             status = os.stat(self._epoch_file)
         except FileNotFoundError:
             return self._epoch_anew()
-        seen = (status.st_ino, status.st_mtime_ns)
+        seen = _mark(status)
         if known is not None and known[0] == seen:
             return known[1]
         with open(self._epoch_file, encoding="ascii", errors="replace") as file:
@@ -91,7 +91,7 @@ class Runtime:
                 file.flush()
                 status = os.fstat(file.fileno())
             os.rename(temporary, self._epoch_file)
-            self._epoch = ((status.st_ino, status.st_mtime_ns), text)
+            self._epoch = (_mark(status), text)
         except OSError as error:
             _log.warning(
                 "The new epoch holds for this process only: %s. Other processes may still load entries "
@@ -100,14 +100,11 @@ class Runtime:
             )
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+            seen = None
+            with contextlib.suppress(OSError):
+                seen = _mark(os.stat(self._epoch_file))
             # In place of what the file says, until another process has begun an epoch there.
-            self._epoch = (self._epoch_seen(), text)
-
-    def _epoch_seen(self) -> tuple[int, int] | None:
-        with contextlib.suppress(OSError):
-            status = os.stat(self._epoch_file)
-            return status.st_ino, status.st_mtime_ns
-        return None
+            self._epoch = (seen, text)
 
     def refuse(self, path: str) -> None:
         """Mark an entry as unusable for every process of this engine."""
@@ -142,6 +139,11 @@ class Runtime:
 
     def _refusal(self, path: str) -> str:
         return os.path.join(self._refusals, hashlib.sha256(path.encode()).hexdigest()[:40])
+
+
+def _mark(status: os.stat_result) -> tuple[int, int]:
+    """Tells one epoch's file from the next."""
+    return status.st_ino, status.st_mtime_ns
 
 
 def _new_file(path: str) -> int:

@@ -76,7 +76,7 @@ class ECStats:
 
     def add(self, name: str, amount: float = 1, reason: str = "") -> None:
         """Count; ``reason`` also keeps a count of its own (why stores were dropped). Never raises."""
-        if self._born != _forks:
+        if self.forked:
             return
         with self._lock:
             self._values[name] += amount
@@ -110,7 +110,7 @@ class ECStats:
     def tick(self, last: bool = False) -> None:
         """Log one line when the interval is over and something happened; at once when ``last``. Never raises."""
         now = time.monotonic()
-        if self._born != _forks or not (last or self._is_due(now)):
+        if self.forked or not (last or self._is_due(now)):
             return  # without the lock: asked several times in every step
         with self._lock:
             if not (last or self._is_due(now)) or self._values == self._logged:

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_omni_patch.patches.ec_connector import format
-from vllm_omni_patch.patches.ec_connector.folder import Folder
+from vllm_omni_patch.patches.ec_connector.folder import OPEN_ENTRY, Folder
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.identity import Key
 
 Outcome = Literal["stored", "present", "busy", "too large", "address taken"]
 # What a device says that has no room. NFS says the second.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class BadEntry(Exception):
@@ -107,7 +106,7 @@ class FileStore:
             OSError: the storage failed.
         """
         try:
-            handle = os.open(os.path.join(self.folder.root, key.path), _OPEN)
+            handle = os.open(os.path.join(self.folder.root, key.path), OPEN_ENTRY)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -255,7 +254,7 @@ def open_path(path: str) -> OpenEntry:
     Raises:
         BadEntry, OSError: as :meth:`FileStore.open`.
     """
-    handle = os.open(path, _OPEN)
+    handle = os.open(path, OPEN_ENTRY)
     try:
         return open_handle(handle)
     except BaseException:
