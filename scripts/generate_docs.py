@@ -63,9 +63,9 @@ def fill(text: str, name: str, make: Callable[[], str]) -> str:
 
 def releases(found: Sequence[discover.Found]) -> str:
     """One line per patch and distribution: where it applies, and where a run proved it."""
-    matrix = table.with_live(table.load(), table.live_rows())
+    matrix = table.load()
     lines = [
-        "| patch | distribution | applies, judged on released source | proved by running it |",
+        "| patch | distribution | applies, judged on released source | proved by running it (device) |",
         "|---|---|---|---|",
     ]
     declared = {item.patch.name: item.patch for item in found if item.patch is not None}
@@ -78,11 +78,11 @@ def releases(found: Sequence[discover.Found]) -> str:
             by_release.setdefault(row.release, []).append(row)
         firsts = [held[0] for held in by_release.values()]
         applies = [held[0] for held in by_release.values() if works(held, needed)]
-        proved = [held[0] for held in by_release.values() if any(row.evidence == "live" for row in held)]
+        proved = [row for row in rows if row.evidence == "live"]
         documented = " (documented, checked at run time)" if rows[0].evidence == "documented" else ""
         lines.append(
             f"| `{patch}` | {distribution} | {matrix_text.ranges(applies, firsts)}{documented} "
-            f"| {matrix_text.ranges(proved, firsts)} |"
+            f"| {matrix_text.on_devices(proved, firsts)} |"
         )
     return "\n".join(lines)
 
@@ -95,13 +95,14 @@ def works(rows: Sequence[table.Row], needed: set[str]) -> bool:
 
 def live() -> str:
     """The recorded runs of real engines."""
-    lines = ["| vLLM | date | Python | torch | transformers | LMCache | result |", "|---|---|---|---|---|---|---|"]
+    lines = ["| vLLM | device | date | Python | torch | transformers | LMCache | result |", f"|{'---|' * 8}"]
     for row in json.loads(table.LIVE.read_text()):
         results = ", ".join(f"{name}: {patch['result']}" for name, patch in row["patches"].items())
         stopped = row["stopped"].strip().splitlines()[-1][:160].replace("|", "/") if row["stopped"] else ""
         lines.append(
-            f"| {row['release']} | {row['date']} | {row['python']} | {row['torch']} | {row['transformers']} "
-            f"| {row['lmcache']} | {results or stopped}{'; ' + row['note'] if row.get('note') else ''} |"
+            f"| {row['release']} | {row.get('device', 'cpu')} | {row['date']} | {row['python']} | {row['torch']} "
+            f"| {row['transformers']} | {row['lmcache']} "
+            f"| {results or stopped}{'; ' + row['note'] if row.get('note') else ''} |"
         )
     return "\n".join(lines)
 

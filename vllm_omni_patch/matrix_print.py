@@ -51,7 +51,7 @@ def assessments(found: Sequence[Assessment], format: str) -> None:
 def _line(one: Assessment) -> tuple[str, ...]:
     row = one.row
     release = f"{row.distribution} {row.release}".strip()
-    return (row.patch, row.target, release, row.verdict, row.contract, row.evidence, one.action)
+    return (row.patch, row.target, release, row.verdict, row.contract, row.proof, one.action)
 
 
 def _not_installed(found: Sequence[Assessment]) -> tuple[str, list[str]]:

@@ -16,12 +16,13 @@ _HEADINGS = {"applies": "applies", "native": "upstream has it", "drifted": "chan
 def markdown_table(table: Table | None = None) -> str:
     """One line per target: over which releases it applies, is native, has drifted or is not there.
 
-    The last column holds the releases on which a run of a real engine proved it.
+    The last columns hold the releases on which a real engine was booted with it hooked and no more is proved, and those
+    on which it was called there and its effect was checked; with the device.
     """
     table = load() if table is None else table
     lines = [
-        f"| patch | target | distribution | {' | '.join(_HEADINGS.values())} | proved live |",
-        f"|---|---|---|{'---|' * (len(_HEADINGS) + 1)}",
+        f"| patch | target | distribution | {' | '.join(_HEADINGS.values())} | hooked | live |",
+        f"|---|---|---|{'---|' * (len(_HEADINGS) + 2)}",
     ]
     for patch, target in table.targets():
         rows = table.target_rows(patch, target)
@@ -29,9 +30,15 @@ def markdown_table(table: Table | None = None) -> str:
         cells = [ranges([r for r in rows if r.verdict == verdict], rows) for verdict in _HEADINGS]
         source = rows[0].distribution + (" (documented)" if rows[0].evidence == "documented" else "")
         role = " (used, not hooked)" if rows[0].used else ""
-        live = ranges([r for r in rows if r.evidence == "live"], rows)
-        lines.append(f"| {patch}{role} | `{qualname}` in `{module}` | {source} | {' | '.join(cells)} | {live} |")
+        cells += [on_devices([r for r in rows if r.evidence == word], rows) for word in ("hooked", "live")]
+        lines.append(f"| {patch}{role} | `{qualname}` in `{module}` | {source} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def on_devices(chosen: Sequence[Row], rows: Sequence[Row]) -> str:
+    """``0.11.1 to 0.12.0 (cpu)``: :func:`ranges` for each device on which ``chosen`` are proved."""
+    devices = sorted({device for row in chosen for device in row.devices})
+    return "; ".join(f"{ranges([r for r in chosen if device in r.devices], rows)} ({device})" for device in devices)
 
 
 def ranges(chosen: Sequence[Row], rows: Sequence[Row]) -> str:

@@ -130,7 +130,7 @@ class Hook:
 
     ``owner`` is the module or the class in which ``attribute`` is set. ``original`` is what stood there, as the
     owner holds it (a ``staticmethod`` object, say). ``installed`` is the wrapper that :meth:`wrap` left there.
-    ``on_first_call`` is called once, when a call first goes through it.
+    ``used`` turns true when a call first reaches what was installed; ``on_first_call`` is called then, once.
     """
 
     patch: Patch
@@ -141,6 +141,7 @@ class Hook:
     original: Any
     installed: Any = None
     on_first_call: Callable[[], None] | None = None
+    used: bool = False
 
     def wrap(self, wrapper: Callable[..., Any]) -> Undo:
         """Put ``wrapper(wrapped, instance, args, kwargs)`` around the target with wrapt; returns the undo.
@@ -149,11 +150,9 @@ class Hook:
         """
         import wrapt
 
-        waiting = [self.on_first_call] if self.on_first_call is not None else []
-
         def ours(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            if waiting:
-                _tell(waiting)
+            if not self.used:
+                self.note_use()
             return wrapper(wrapped, instance, args, kwargs)
 
         setattr(ours, MARK, (self.patch.name, self.target.name))
@@ -171,6 +170,20 @@ class Hook:
 
         return undo
 
+    def note_use(self) -> None:
+        """Say that a call reaches what was installed: told once in a process, and never at the price of the call.
+
+        :meth:`wrap` does it by itself; an installer that puts something else in place calls this from it.
+        """
+        if self.used:
+            return
+        self.used = True
+        try:
+            if self.on_first_call is not None:
+                self.on_first_call()
+        except Exception:
+            return
+
     @property
     def inherited(self) -> bool:
         """The owner class does not define the attribute itself, so undoing means deleting it again."""
@@ -178,11 +191,3 @@ class Hook:
 
     def __post_init__(self) -> None:
         self._inherited = self.attribute not in vars(self.owner)
-
-
-def _tell(waiting: list[Callable[[], None]]) -> None:
-    """Report the first call through a wrapper, once, and never at the price of the call."""
-    try:
-        waiting.pop()()
-    except Exception:
-        return

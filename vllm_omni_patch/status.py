@@ -116,7 +116,9 @@ def _target_row(patch: Patch, target: Target, asked: bool) -> dict[str, Any]:
     row = _row(
         patch.name, target.name, asked, decision.verdict, would, decision.reason, target.distribution, found.release
     )
-    return {**row, "like": decision.like, "optional": target.optional}
+    proof = ahead.evidence(patch, target, found.release) if decision.verdict == "applies" else None
+    proved = {"evidence": proof.evidence if proof else None, "devices": list(proof.devices) if proof else []}
+    return {**row, **proved, "like": decision.like, "optional": target.optional}
 
 
 _cache: dict[str, installed.Package | None] = {}

@@ -74,7 +74,7 @@ def _plugin(roads: dict[str, Any]) -> str:
 
 def _would_be(out: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="what this environment would do", title_justify="left", expand=False)
-    for column in ("patch", "target", "release", "would be", "reason"):
+    for column in ("patch", "target", "release", "would be", "evidence", "reason"):
         table.add_column(column, overflow="fold")
     for row in sorted(rows, key=lambda row: not row["asked"]):  # what was asked for comes first
         if row["distribution"] and row["release"] is None and row["would_be"] == "skipped":
@@ -85,12 +85,19 @@ def _would_be(out: Console, rows: list[dict[str, Any]]) -> None:
             escape(row["target"].replace(":", ":\n") or "the patch as a whole"),
             f"{row['distribution']} {row['release'] or ''}".strip(),
             f"[{COLOURS.get(row['would_be'], 'white')}]{state}[/]",
+            _proof(row),
             escape(row["reason"]),
         )
     out.print(table)
     gone = sorted({row["distribution"] for row in rows if row["release"] is None and row["would_be"] == "skipped"})
     if gone:
         out.print(f"Targets of packages that are not installed are left out: {', '.join(gone)}.", highlight=False)
+
+
+def _proof(row: dict[str, Any]) -> str:
+    """``live (cpu)``; nothing for a target that does not apply."""
+    devices = f" ({', '.join(row['devices'])})" if row.get("devices") else ""
+    return f"{row.get('evidence') or ''}{devices}"
 
 
 def _processes(out: Console, processes: list[dict[str, Any]]) -> None:
@@ -161,6 +168,8 @@ def _state(entry: dict[str, Any]) -> str:
     text = entry["state"]
     if text == "applied" and entry.get("partial"):
         text = "applied, partially effective"
+    if entry.get("called"):
+        text += ", called"
     return f"[{COLOURS.get(entry['state'], 'white')}]{text}[/]"
 
 

@@ -26,7 +26,7 @@ MATRIX = Path(__file__).with_name("matrix.json")
 LIVE = Path(__file__).with_name("matrix-live.json")
 
 Verdict = Literal["applies", "native", "absent", "drifted"]
-Evidence = Literal["static", "live", "documented"]
+Evidence = Literal["static", "hooked", "live", "documented"]
 VERDICTS: tuple[Verdict, ...] = ("applies", "native", "absent", "drifted")
 
 
@@ -34,7 +34,8 @@ VERDICTS: tuple[Verdict, ...] = ("applies", "native", "absent", "drifted")
 class Row:
     """The verdict for one target on one release. ``fingerprint`` is empty where there is no code to hash.
 
-    ``used``: the patch calls it and does not hook it.
+    ``used``: the patch calls it and does not hook it. ``devices``: on what runs proved the ``evidence`` (``"cpu"``);
+    empty for evidence from source text.
     """
 
     patch: str
@@ -46,6 +47,18 @@ class Row:
     fingerprint: str = ""
     evidence: Evidence = "static"
     used: bool = False
+    devices: tuple[str, ...] = ()
+
+    @property
+    def proof(self) -> str:
+        """Evidence and devices in words: ``static``, ``live (cpu)``."""
+        return f"{self.evidence} ({', '.join(self.devices)})" if self.devices else self.evidence
+
+    def proved_like(self, known: Row | None) -> Row:
+        """This row, with the evidence of ``known`` if that is about the same code."""
+        if known is None or known.fingerprint != self.fingerprint:
+            return self
+        return replace(self, evidence=known.evidence, devices=known.devices)
 
     @property
     def contract(self) -> Literal["ok", "broken", "unknown"]:
@@ -64,6 +77,7 @@ class Row:
             "verdict": self.verdict,
             "contract": self.contract,
             "evidence": self.evidence,
+            "devices": list(self.devices),
             "reason": self.reason,
             "fingerprint": self.fingerprint,
             "role": "used" if self.used else "hooked",
@@ -292,21 +306,35 @@ def for_patch(patch: Patch) -> Table:
 
 @dataclass(frozen=True)
 class LiveRow:
-    """One patch in one run of a real engine. ``applied``: names of the targets whose state was read back as applied."""
+    """One patch in one run of a real engine on ``device``, by names of targets.
+
+    ``applied``: read back as applied in a process of the run. ``called``: their wrappers saw a call. ``checked``: the
+    run's check of the patch looks at their effect. ``passed``: that check passed.
+    """
 
     distribution: str
     release: str
     patch: str
     passed: bool
     applied: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    def evidence(self, target: str) -> Literal["static", "hooked", "live"]:
+        """What this run proves of ``target``. Rows from before calls were recorded name none: at most ``hooked``."""
+        if target not in self.applied:
+            return "static"
+        return "live" if self.passed and target in self.called and target in self.checked else "hooked"
 
 
 def live_rows(path: str | Path = LIVE) -> list[LiveRow]:
     """What the runs in a ``matrix-live.json`` proved; nothing when there is no such file.
 
-    The file is a list of objects with ``release``, ``distribution`` (``vllm`` if left out) and ``patches``: a mapping
-    of patch names to objects with ``result`` (``"pass"`` or anything else) and ``targets``, the names of the targets
-    that the ledgers of that run report as applied.
+    The file is a list of objects with ``release``, ``distribution`` (``vllm`` if left out), ``device`` (``cpu`` if left
+    out: all runs from before it was recorded) and ``patches``: a mapping of patch names to objects with ``result``
+    (``"pass"`` or anything else) and the names of targets that :class:`LiveRow` has, under ``targets`` (applied),
+    ``called`` and ``checked``.
 
     Raises:
         MatrixError: the file is there and is not such a list.
@@ -322,6 +350,9 @@ def live_rows(path: str | Path = LIVE) -> list[LiveRow]:
                 patch,
                 result["result"] == "pass",
                 tuple(result.get("targets", ())),
+                tuple(result.get("called", ())),
+                tuple(result.get("checked", ())),
+                run.get("device", "cpu"),
             )
             for run in json.loads(path.read_text("utf-8"))
             for patch, result in run["patches"].items()
@@ -331,18 +362,22 @@ def live_rows(path: str | Path = LIVE) -> list[LiveRow]:
 
 
 def with_live(table: Table, runs: Iterable[LiveRow]) -> Table:
-    """``table`` with evidence ``live`` on the rows that a passed run proves."""
-    proved = {(run.patch, target, release_key(run.release)) for run in runs if run.passed for target in run.applied}
-    return Table(
-        [
-            replace(row, evidence="live")
-            if row.verdict == "applies" and (row.patch, row.target, release_key(row.release)) in proved
-            else row
-            for row in table.rows()
-        ],
-        dict(table.releases),
-        table.error,
-    )
+    """``table`` with the evidence of ``runs``: ``live`` before ``hooked``, and every device that has it."""
+    devices: dict[tuple[Any, ...], set[str]] = {}
+    for run in runs:
+        for target in run.applied:
+            key = (run.patch, target, release_key(run.release), run.evidence(target))
+            devices.setdefault(key, set()).add(run.device)
+
+    def proved(row: Row) -> Row:
+        words: tuple[Evidence, ...] = ("live", "hooked") if row.verdict == "applies" else ()
+        for word in words:
+            found = devices.get((row.patch, row.target, release_key(row.release), word))
+            if found:
+                return replace(row, evidence=word, devices=tuple(sorted(found)))
+        return row
+
+    return Table([proved(row) for row in table.rows()], dict(table.releases), table.error)
 
 
 def contradictions(table: Table, runs: Iterable[LiveRow]) -> list[str]:

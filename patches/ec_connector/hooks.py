@@ -32,8 +32,14 @@ def register(hook: Hook) -> Undo:
     factory.register_connector(refusals.NAME, _MODULE, refusals.NAME)
     loader = factory._registry[refusals.NAME]
 
+    def load() -> Any:
+        hook.note_use()
+        return loader()
+
+    factory._registry[refusals.NAME] = load
+
     def undo() -> None:
-        if factory._registry.get(refusals.NAME) is loader:
+        if factory._registry.get(refusals.NAME) is load:
             del factory._registry[refusals.NAME]
 
     return undo

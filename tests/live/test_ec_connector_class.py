@@ -37,6 +37,7 @@ def hooks() -> Iterator[None]:
         except (ImportError, LookupError, AttributeError):
             assert target.optional, f"{target.name} is missing"
     yield
+    assert next(one for one in done if one.target.install.endswith(":register")).hook.used
     for one in reversed(done):
         assert remove(one) == ""
     assert refusals.NAME not in factory.ECConnectorFactory._registry and not recompute.INSTALLED

@@ -97,6 +97,22 @@ def test_every_process_says_what_it_applied(engine: Seen) -> None:
         assert process["process"]["vllm_version"] == engine.status["installed"]["vllm"]["release"]
 
 
+def test_the_account_tells_what_was_called(engine: Seen) -> None:
+    entries = [entry for process in engine.status["processes"] for entry in process["entries"]]
+    told = {entry["target"] for entry in entries if entry["called"]}
+    assert "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory" in told
+    assert "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model" in told
+    assert "vllm.engine.arg_utils:EngineArgs.create_engine_config" in told
+    # Hooked, and overridden by the CPU's own worker and runner.
+    applied = {entry["target"] for entry in entries if entry["state"] == "applied"}
+    others = {
+        "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        "vllm.v1.worker.gpu_worker:Worker.init_device",
+        "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    }
+    assert others <= applied and not others & told
+
+
 def test_each_process_has_one_line_in_vllms_format(engine: Seen) -> None:
     lines = [line for line in engine.log.splitlines() if re.search(r"vllm-omni-patch \d+\.\d+\.\d+: pid ", line)]
     pids = [re.search(r": pid (\d+),", line).group(1) for line in lines]  # type: ignore[union-attr]

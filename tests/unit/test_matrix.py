@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni_patch import discover, flags, matrix, matrix_text, table
+from vllm_omni_patch import ahead, discover, flags, matrix, matrix_text, table
 from vllm_omni_patch.contract import fingerprint
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
 from vllm_omni_patch.table import LiveRow, Row, Table
@@ -253,14 +253,68 @@ def test_a_table_survives_its_file(tmp_path_factory, rows):
     assert table.dump(again) == table.dump(made)
 
 
-def test_evidence_from_runs(tmp_path):
-    runs = tmp_path / "live.json"
-    applied = {"result": "pass", "targets": ["vllm.worker:Worker.load"]}
-    runs.write_text(json.dumps([{"release": "0.12.0+cpu", "patches": {"demo": applied, "other": {"result": "fail"}}}]))
-    rows = table.live_rows(runs)
+LOAD = "vllm.worker:Worker.load"
+SEEN = {"targets": [LOAD], "called": [LOAD], "checked": [LOAD]}
+
+
+def evidence(folder: Path, *runs: dict) -> list[Row]:
+    path = folder / "live.json"
+    path.write_text(json.dumps([{"release": "0.12.0+cpu", **run} for run in runs]))
+    rows = table.live_rows(path)
     held = table.with_live(Table(ROWS), rows)
-    assert [r.evidence for r in held.rows()] == ["static", "static", "live", "static", "static"]
-    assert table.contradictions(held, rows) == []
+    assert {r.evidence for r in held.rows() if r.release != "0.12.0"} == {"static"}
+    return [r for r in held.rows() if r.release == "0.12.0"]
+
+
+@pytest.mark.parametrize(
+    ("result", "word"),
+    [
+        ({"result": "pass", **SEEN}, "live"),
+        ({"result": "pass", **SEEN, "called": []}, "hooked"),
+        ({"result": "pass", **SEEN, "checked": []}, "hooked"),
+        ({"result": "fail", **SEEN}, "hooked"),
+        ({"result": "pass", **SEEN, "targets": []}, "static"),
+        # From before calls were recorded.
+        ({"result": "pass", "targets": [LOAD]}, "hooked"),
+        ({"result": "fail"}, "static"),
+    ],
+    ids=["live", "never called", "effect not checked", "check failed", "not applied", "no record of calls", "stopped"],
+)
+def test_a_target_is_live_when_it_was_called_and_its_effect_checked(tmp_path, result, word):
+    (held,) = evidence(tmp_path, {"patches": {"demo": result, "other": {"result": "fail"}}})
+    assert (held.evidence, held.devices) == (word, () if word == "static" else ("cpu",))
+    assert held.as_json()["evidence"] == word
+    assert held.proof == ("static" if word == "static" else f"{word} (cpu)")
+
+
+def test_evidence_names_the_devices(tmp_path):
+    called, hooked = {"demo": {"result": "pass", **SEEN}}, {"demo": {"result": "pass", "targets": [LOAD]}}
+    cuda = {"device": "cuda", "patches": called}
+    (held,) = evidence(tmp_path, cuda, {"patches": called})
+    assert (held.evidence, held.devices, held.as_json()["devices"]) == ("live", ("cpu", "cuda"), ["cpu", "cuda"])
+    (held,) = evidence(tmp_path, cuda, {"patches": hooked})
+    assert held.proof == "live (cuda)"
+
+
+def test_evidence_holds_for_the_code_that_was_run(tmp_path, monkeypatch):
+    """A fork or a rebuilt wheel carries the number of a release too; nobody has run its code."""
+    runs = tmp_path / "live.json"
+    runs.write_text(json.dumps([{"release": "0.12.0", "patches": {"demo": {"result": "pass", **SEEN}}}]))
+    monkeypatch.setattr(table, "LIVE", runs)
+    demo = patch(tmp_path)
+    files = {"same": CODE, "other": OTHER}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    proofs = {}
+    for name in files:
+        monkeypatch.setattr(ahead, "module_file", lambda module, name=name: str(tmp_path / f"{name}.py"))
+        proofs[name] = ahead.evidence(demo, demo.targets[0], "0.12.0").proof
+    assert proofs == {"same": "live (cpu)", "other": "static"}
+    assert ahead.evidence(demo, demo.targets[0], "0.99.0").proof == "static"
+
+
+def test_a_file_of_runs_that_is_no_list_is_named(tmp_path):
+    runs = tmp_path / "live.json"
     runs.write_text('{"release": 1}')
     with pytest.raises(table.MatrixError, match=r"live_matrix\.py"):
         table.live_rows(runs)
@@ -286,11 +340,14 @@ def test_contradictions_are_found():
 
 
 def test_the_page(tmp_path):
-    text = matrix_text.markdown_table(
-        table.with_live(Table(ROWS), [LiveRow("vllm", "0.12.0", "demo", True, (ROWS[0].target,))])
-    )
+    proof = [
+        LiveRow("vllm", "0.11.0", "demo", True, (LOAD,)),
+        LiveRow("vllm", "0.12.0", "demo", True, (LOAD,), (LOAD,), (LOAD,), "cuda"),
+    ]
+    text = matrix_text.markdown_table(table.with_live(Table(ROWS), proof))
     assert text.splitlines()[2] == (
-        "| demo | `Worker.load` in `vllm.worker` | vllm | 0.11.0 to 0.12.0 | 0.14.0 | 0.13.0 | 0.10.0 | 0.12.0 |"
+        "| demo | `Worker.load` in `vllm.worker` | vllm "
+        "| 0.11.0 to 0.12.0 | 0.14.0 | 0.13.0 | 0.10.0 | 0.11.0 (cpu) | 0.12.0 (cuda) |"
     )
     page = f"before\n{matrix_text.BEGIN}\nold\n{matrix_text.END}\nafter\n"
     once = matrix_text.with_table(page, Table(ROWS))
@@ -343,6 +400,30 @@ def test_the_file_is_as_the_checker_writes_it(shipped):
 
 def test_runs_and_table_never_contradict_each_other(shipped):
     assert table.contradictions(shipped, table.live_rows()) == []
+
+
+def test_what_only_a_gpu_worker_calls_is_not_live_on_a_cpu():
+    """A CPU engine imports these and its own classes override them, or nobody asks for what they do."""
+    runs = [run for run in table.live_rows() if run.device == "cpu"]
+    never = {
+        "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner.prepare_mm_inputs",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+        "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        "vllm.v1.worker.gpu_worker:Worker.init_device",
+        "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+        "vllm.v1.worker.gpu_worker:Worker.update_weights",
+    }
+    assert {t for run in runs for t in run.applied} >= never
+    assert {t for run in runs for t in run.applied if run.evidence(t) == "live"} & never == set()
+
+
+def test_the_live_checks_name_targets_that_exist(monkeypatch):
+    scripts = Path(__file__).resolve().parents[2] / "scripts"
+    monkeypatch.setattr(sys, "path", [str(scripts), *sys.path])
+    import live_release
+
+    declared = {p.name: {t.qualname for t in p.targets} for p in ours()}
+    assert {name for name in live_release.CHECKED if not set(live_release.CHECKED[name]) <= declared[name]} == set()
 
 
 @pytest.mark.parametrize(

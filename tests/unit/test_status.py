@@ -119,6 +119,45 @@ def test_a_ledger_holds_states_and_no_arguments(house: House) -> None:
     assert [p.name for p in house.reports.iterdir()] == [f"ledger-{ledger['pid']}.json"]
 
 
+def test_a_first_call_is_in_the_report_of_a_process_that_is_killed_later(house: House) -> None:
+    calls = """
+import os, signal
+from vllm.worker import Worker
+import vllm.runner
+folder = os.environ["VLLM_OMNI_PATCH_REPORT_DIR"]
+Worker().load("a")
+written = os.stat(f"{folder}/ledger-{os.getpid()}.json")
+Worker().load("b")
+show(os.stat(f"{folder}/ledger-{os.getpid()}.json").st_ino == written.st_ino)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = house.run("import vllm.worker", ENGINE, calls, VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
+    assert done.status == -9 and done.shown == [True], "one report for the first call, none for the second"
+    (ledger,) = house.ledgers()
+    assert {e["target"]: (e["state"], e["called"]) for e in ledger["entries"]} == {
+        LOAD: ("applied", True), EXECUTE: ("applied", False), "vllm_omni.worker:W.x": ("pending", False)
+    }  # fmt: skip
+    text = command(house, "status", "--report-dir", str(house.reports), flag=None).stdout
+    assert "applied, called" in text
+
+
+def test_the_calls_of_a_parent_are_not_those_of_its_forked_child(house: House) -> None:
+    calls = """
+import os
+from vllm.worker import Worker
+from vllm.runner import Runner
+Worker().load("a")
+if os.fork() == 0:
+    Runner().execute(1)
+    os._exit(0)
+os.wait()
+"""
+    house.run(ENGINE, calls, "show(os.getpid())", VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
+    ledgers = sorted(house.ledgers(), key=lambda one: one["started"])
+    called = [{e["target"] for e in one["entries"] if e["called"]} for one in ledgers]
+    assert called == [{LOAD}, {EXECUTE}]
+
+
 def test_an_unwritable_report_folder_is_one_warning(house: House) -> None:
     done = house.run(
         "import vllm.worker", ENGINE, "show(vllm.worker.Worker().load('a'))", VLLM_OMNI_PATCH_REPORT_DIR="/proc/no"
@@ -138,6 +177,7 @@ def test_status_says_what_would_happen(house: House) -> None:
     }  # fmt: skip
     assert rows["vllm_omni.worker:W.x"]["reason"] == "vllm-omni is not installed"
     assert all(row["asked"] for row in rows.values())
+    assert (rows[LOAD]["evidence"], rows[LOAD]["devices"]) == ("static", [])
     assert found["flag"] == {
         "name": "VLLM_OMNI_PATCH",
         "value": "probe",

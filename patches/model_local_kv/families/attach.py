@@ -62,6 +62,7 @@ def attach(hook: Hook, declare: Declare) -> Undo:
     name = METHOD if present is None or getattr(present, "__vllm_omni_patch__", False) else CORRECTED
 
     def specs(self: Any) -> Sequence[ModelLocalKVSpec]:
+        hook.note_use()
         return declare(self)
 
     specs.__name__ = name
