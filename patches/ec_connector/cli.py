@@ -51,6 +51,7 @@ def stats(path: _Path, as_json: _Json = False) -> None:
         group.entries += 1
         group.bytes += size
         group.oldest, group.newest = min(group.oldest, used), max(group.newest, used)
+    unreadable += [f"{folder}: {reason}" for folder, reason in store.folder.closed()]
     writing = sum(1 for _ in store.folder.in_tmp())
     total = sum(group.bytes for group in groups.values())
     count = sum(group.entries for group in groups.values())
@@ -85,25 +86,29 @@ def verify(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the entries that fail.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Read every entry and compare every byte with its SHA-256. Exit status 1 when an entry fails."""
+    """Read every entry and compare every byte with its SHA-256. Exit status 1 when one fails or cannot be read."""
     store = _store(path)
     good = 0
     bad: dict[str, str] = {}
+    removed: set[str] = set()
     for file, _, _, _, error in store.entries():
         reason = error or _verify(file)
         if not reason:
             good += 1
             continue
         bad[file] = reason
-        if remove:
-            store.folder.remove(os.path.relpath(file, store.folder.root))
+        if remove and store.folder.remove(os.path.relpath(file, store.folder.root)):
+            removed.add(file)
+    closed = dict(store.folder.closed())
     if as_json:
-        _print_json(path=store.folder.root, good=good, bad=bad, removed=remove)
+        _print_json(path=store.folder.root, good=good, bad=bad, removed=len(removed), unreadable=closed)
     else:
         _say(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
         for file, reason in bad.items():
-            _say(f"  {'removed' if remove else 'bad'}: {file}: {reason}")
-    raise typer.Exit(1 if bad else 0)
+            outcome = "removed" if file in removed else "not removed" if remove else "bad"
+            _say(f"  {outcome}: {file}: {reason}")
+        _say_closed(closed)
+    raise typer.Exit(1 if bad or closed else 0)
 
 
 @app.command()
@@ -139,18 +144,32 @@ def clear(
             err=True,
         )
         raise typer.Exit(2) from None
+    closed = dict(store.folder.closed())
     if as_json:
-        _print_json(path=store.folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes)
+        _print_json(
+            path=store.folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes, unreadable=closed
+        )
         return
     _say(f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
+    _say_closed(closed)
 
 
 def _store(path: Path) -> FileStore:
     folder = Folder(str(path), 1 << 62)
-    if not os.path.isdir(folder.root):
+    try:
+        os.listdir(folder.root)
+    except (FileNotFoundError, NotADirectoryError):
         _say(f"{path} holds no encoder cache: there is no folder {ROOT_NAME} in it.", err=True)
-        raise typer.Exit(2)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        _say(f"{path} cannot be looked into: {error}. Run this as the user that vLLM runs as.", err=True)
+        raise typer.Exit(2) from None
     return FileStore("folder", str(path), 1 << 62)
+
+
+def _say_closed(folders: dict[str, str]) -> None:
+    for folder, reason in folders.items():
+        _say(f"  not looked into: {folder}: {reason}")
 
 
 def _verify(file: str) -> str:

@@ -207,6 +207,10 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         """Promised items of this step that must be encoded after all; asked by our hooks."""
         return [] if self._worker is None else self._worker.take_failed()
 
+    def encodes_again(self, count: int) -> None:
+        """So many of the failed loads are going to be encoded; told by our hooks."""
+        self._engine.stats.fallback(count)
+
     def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:
         """Items that the encoder is going to run over; told by our hooks."""
         if self.is_producer:

@@ -148,8 +148,9 @@ class SchedulerSide:
             if not self._fetch(request, index, feature.identifier):
                 self._unavailable.add(request.request_id)
                 _log.warning(
-                    "request %s refers to the embedding of %s %.80r without data, and the encoder cache does not hold "
-                    "it: the request fails. Send it again with the data, or after the producer has stored it.",
+                    "request %s refers to the embedding of %s %.80r without data, and it could not be loaded from the "
+                    "encoder cache: the request fails. Send it again with the data, or after the producer has stored "
+                    "it.",
                     request.request_id,
                     feature.modality,
                     feature.identifier,

@@ -120,8 +120,6 @@ class WorkerSide:
     def take_failed(self) -> list[Load]:
         """Promised items of this step that must be encoded; handed out once."""
         taken, self._failed = self._failed, []
-        if taken:
-            self._engine.stats.fallback(len(taken))
         return taken
 
     def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:

@@ -90,7 +90,12 @@ class ECCacheEngine:
         self._runtime = Runtime(identity.engine_id, config.shm_path)
         self._tiers = Tiers.build(config, self._runtime, role, identity.name, self._dtype, self.stats)
         self._atexit = _close_at_exit(self)
-        _log.info("Encoder cache (%s) on %s.", role, config.describe())
+        if self._disabled:
+            _log.info(
+                "Encoder cache (%s) is switched off (%s): it stores, finds and counts nothing.", role, DISABLE.name
+            )
+        else:
+            _log.info("Encoder cache (%s) on %s.", role, config.describe())
 
     def contains(self, mm_hash: str, rows: int | None = None) -> bool:
         """Whether a :meth:`get` should succeed: an entry with a sound header of this id, model and ``rows`` is there.
@@ -98,7 +103,7 @@ class ECCacheEngine:
         Bounded: local tiers read one header; a remote is waited for no longer than ``lookup_deadline``. Never raises.
         The payload is not verified, so a :meth:`get` may still miss.
         """
-        if self.stats.forked:
+        if self._is_off():
             return False
         self.stats.add("lookups")
         found = False
@@ -107,7 +112,7 @@ class ECCacheEngine:
             if key is not None and not self._closed:
                 found = self._tiers.contains(key, rows)
         except Exception as error:
-            _log.debug("lookup failed: %s", error)
+            self.stats.unexpected("a lookup", error)
         if found:
             self.stats.add("lookup_hits")
         self.stats.tick()
@@ -120,12 +125,12 @@ class ECCacheEngine:
         there, or on its way. False: declined (other than two dimensions, empty, unknown dtype, request-scoped id) or
         no room in the queue; counted as dropped. Never raises.
         """
-        if self.stats.forked:
+        if self._is_off():
             return False
         try:
             reason = self._put(mm_hash, tensor)
         except Exception as error:
-            _log.debug("put failed: %s", error)
+            self.stats.unexpected("a store", error)
             reason = "error"
         if reason:
             self.stats.add("dropped", 1, reason)
@@ -138,7 +143,7 @@ class ECCacheEngine:
         The bytes are verified by checksum and the tensor's memory is its own. A damaged entry is removed, so that it
         is not found again.
         """
-        if self.stats.forked:
+        if self._is_off():
             return None
         began = time.perf_counter()
         loaded: torch.Tensor | None = None
@@ -147,7 +152,7 @@ class ECCacheEngine:
             if key is not None and not self._closed:
                 loaded = self._get(key, device, rows)
         except Exception as error:
-            _log.debug("load failed: %s", error)
+            self.stats.unexpected("a load", error)
         if loaded is None:
             self.stats.add("misses")
         else:
@@ -162,14 +167,14 @@ class ECCacheEngine:
 
         Where it cannot be removed (read-only folder, remote) this engine no longer offers it until it is put again.
         """
-        if self.stats.forked:
+        if self._is_off():
             return
         try:
             key = self._key(mm_hash)
             if key is not None and not self._closed:
                 self._tiers.discard(key)
         except Exception as error:
-            _log.debug("discard failed: %s", error)
+            self.stats.unexpected("forgetting an entry", error)
 
     def new_epoch(self) -> None:
         """Serve nothing stored before this moment (weights reloaded in place). Holds for the engine's processes on
@@ -207,9 +212,13 @@ class ECCacheEngine:
                 self.stats.tick(last=True)
                 atexit.unregister(self._atexit)
 
+    def _is_off(self) -> bool:
+        """Nothing is looked for, so nothing is counted: switched off, or a fork of the engine's process."""
+        return self._disabled or self.stats.forked
+
     def _key(self, mm_hash: str) -> Key | None:
         """The entry's address in the present epoch; ``None`` for an id under which nothing may be stored."""
-        if self._disabled or not isinstance(mm_hash, str) or not mm_hash or is_request_scoped(mm_hash):
+        if not isinstance(mm_hash, str) or not mm_hash or is_request_scoped(mm_hash):
             return None
         data = encode_id(mm_hash)
         if len(data) > MAX_ID_BYTES:
@@ -334,7 +343,7 @@ class ECCacheEngine:
             if not writer.submit(Job(key, slot, header.rows, header.columns, header.dtype, local_only=True)):
                 staging.give_back(slot)
         except Exception as error:
-            _log.debug("a remote entry was not kept locally: %s", error)
+            self.stats.unexpected("keeping a copy of a remote entry", error)
 
     def _storing(self) -> tuple[Writer, Staging] | None:
         """The writer and its buffer, made at the first use; ``None`` once the engine is closed."""

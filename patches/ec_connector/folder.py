@@ -269,6 +269,16 @@ class Folder:
                     if stat.S_ISREG(status.st_mode):
                         yield Published(path, status.st_size, status.st_mtime)
 
+    def closed(self) -> Iterator[tuple[str, str]]:
+        """(path, reason) of every folder of entries that this user may not list: what is in it is not known."""
+        for folder in self._bindings():
+            try:
+                os.listdir(folder)
+            except PermissionError as error:
+                yield folder, str(error)
+            except OSError:  # gone by now, or somebody else's
+                continue
+
     def in_tmp(self) -> Iterator[Temporary]:
         """Every file that is being written or that a killed writer left."""
         for name in _names(self.temporaries):

@@ -28,12 +28,13 @@ def extend(
     scheduled: Mapping[str, list[int]],
     failed: Sequence[Load],
     features_of: Callable[[str], Sequence[Any] | None],
+    connector: Any,
 ) -> dict[str, list[int]]:
     """``scheduled`` (request id -> item indices) with the failed items added, in an order that all ranks share.
 
     ``features_of`` gives a request's items. One whose request has no data for it is taken from another request of the
     step that has; where none has, it is left out with an error line (the scheduler sends such items' tensors along,
-    so they do not fail to load).
+    so they do not fail to load). ``connector`` is told how many of the failed items are encoded after all.
     """
     extended = {request_id: list(indices) for request_id, indices in scheduled.items()}
     coming = {f.identifier for r, i in indices_in(extended) if (f := _feature(features_of, r, i)) is not None}
@@ -51,6 +52,7 @@ def extend(
             continue
         extended.setdefault(load.request_id, []).append(load.index)
         coming.add(load.identifier)
+    connector.encodes_again(sum(load.identifier in coming for load in failed))
     return extended
 
 
@@ -74,7 +76,7 @@ def around_v1_encoder(
     def call(scheduler_output: Any, *more: Any, **named: Any) -> Any:
         scheduled = scheduler_output.scheduled_encoder_inputs
         if failed:
-            scheduled = extend(scheduled, failed, features_of)
+            scheduled = extend(scheduled, failed, features_of, connector)
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.scheduled_encoder_inputs = scheduled
         if scheduled:
@@ -103,7 +105,7 @@ def around_v2_inputs(
     def call(scheduled_encoder_inputs: dict[str, list[int]], *more: Any, **named: Any) -> Any:
         failed = connector.take_failed_loads()
         if failed:
-            scheduled_encoder_inputs = extend(scheduled_encoder_inputs, failed, features_of)
+            scheduled_encoder_inputs = extend(scheduled_encoder_inputs, failed, features_of, connector)
         if scheduled_encoder_inputs:
             connector.about_to_encode(
                 (request_id, feature, None)

@@ -32,6 +32,10 @@ _MAX_STUCK = 4
 T = TypeVar("T")
 
 
+class Gone(Exception):
+    """The entry went away, or was replaced by another, between its header and its payload. Nobody damaged it."""
+
+
 class Remote(Protocol):
     """What the tier needs of a remote. Calls may block and raise anything."""
 
@@ -45,7 +49,12 @@ class Remote(Protocol):
         """Header at ``key``'s address."""
 
     def read(self, key: Key, header: Header) -> memoryview:
-        """Verified payload."""
+        """Verified payload.
+
+        Raises:
+            Gone: it went away or was replaced meanwhile.
+            FormatError: it is damaged or incomplete.
+        """
 
     def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
         """Store an entry, replacing one at the same address; the outcome as of :meth:`FileStore.write`."""
@@ -93,7 +102,7 @@ class SharedFolder:
             self._store.remove(key, error.seen)
             raise FormatError(str(error)) from None
         if read is None:
-            raise FormatError("the entry went away")
+            raise Gone
         return memory
 
     def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
@@ -106,7 +115,7 @@ class SharedFolder:
 
 
 def _changed() -> memoryview:
-    raise FormatError("the entry was replaced between lookup and load")
+    raise Gone
 
 
 def shared_folder_path(url: str) -> str:
@@ -160,7 +169,11 @@ class RemoteTier:
         limit = self._config.lookup_deadline
 
         def look() -> bool:
-            header = self._remote.header(key, limit)
+            try:
+                header = self._remote.header(key, limit)
+            except FormatError as error:
+                self._bad(key, error)
+                return False
             return header is not None and header.matches(key, rows)
 
         return bool(self._guarded("_lookups", look, limit, False))
@@ -175,11 +188,10 @@ class RemoteTier:
                 if header is None or not header.matches(key, rows):
                     return None
                 return header, self._remote.read(key, header)
+            except Gone:
+                return None
             except FormatError as error:
-                self._stats.add("bad_entries")
-                _log.warning("Encoder cache: entry %s in %s is unusable (%s).", key.path, self.name, error)
-                if not self._remove(key):
-                    self._refuse(key.path)
+                self._bad(key, error)
                 return None
 
         return self._guarded("_loads", load, limit, None)
@@ -250,7 +262,6 @@ class RemoteTier:
                 self._remote.drop()
                 return
             self._connected = True
-            self._pause.worked()
         except Exception as error:
             self._pause.failed(_for_log(error))
             self._stats.add("remote_failures")
@@ -263,6 +274,12 @@ class RemoteTier:
         except FormatError:
             return False
         return old is not None and old.matches(key, new.rows) and (old.columns, old.dtype) == (new.columns, new.dtype)
+
+    def _bad(self, key: Key, error: FormatError) -> None:
+        gone = self._remove(key)
+        if not gone:
+            self._refuse(key.path)
+        bad_entry(self._stats, key, self.name, error, gone)
 
     def _remove(self, key: Key) -> bool:
         try:
@@ -279,9 +296,6 @@ class RemoteTier:
             return otherwise
         try:
             result = getattr(self, lane).run(call, seconds)
-        except FormatError as error:
-            _log.debug("%s: %s", self.name, error)
-            return otherwise
         except Exception as error:
             self._pause.failed(_for_log(error))
             self._lost(lane, error)
@@ -319,6 +333,13 @@ class RemoteTier:
         if lane.close(600.0):
             with self._mutex:
                 self._stuck -= 1
+
+
+def bad_entry(stats: ECStats, key: Key, place: str, error: Exception, gone: bool) -> None:
+    """Count an entry that was found damaged or incomplete, and say what became of it."""
+    stats.add("bad_entries")
+    outcome = "It was removed" if gone else "This engine no longer offers it"
+    _log.warning("Encoder cache: entry %s in %s is unusable (%s). %s.", key.path, place, error, outcome)
 
 
 def _started(thread: threading.Thread) -> bool:

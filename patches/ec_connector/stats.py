@@ -17,11 +17,13 @@ _forks = 0
 
 HELP = {
     "hits": "Encoder outputs loaded from the encoder cache.",
-    "misses": "Encoder outputs looked for by a worker and not found usable.",
+    "misses": "Encoder outputs that were to be loaded and not found usable.",
     "stored": "Encoder outputs published in a tier of the encoder cache.",
-    "duplicates": "Stores left out because the entry was there already.",
+    "duplicates": "Stores left out because the entry was there already, or was being written.",
     "dropped": "Encoder outputs that were not stored: declined, queue full, too large, or the storage failed.",
-    "bad_entries": "Stored entries found damaged and removed.",
+    "bad_entries": "Stored entries found damaged or incomplete: removed or, where that fails, no longer offered.",
+    "read_failures": "Lookups and loads for which the disk or shared memory could not be read.",
+    "errors": "Lookups, loads and stores that ended in an error of another kind.",
     "fallbacks": "Promised encoder outputs that were encoded again because they could not be loaded.",
     "lookups": "Lookups by the scheduler.",
     "lookup_hits": "Lookups by the scheduler that found an entry.",
@@ -42,6 +44,8 @@ class Snapshot:
     duplicates: int = 0
     dropped: int = 0
     bad_entries: int = 0
+    read_failures: int = 0
+    errors: int = 0
     fallbacks: int = 0
     lookups: int = 0
     lookup_hits: int = 0
@@ -65,6 +69,7 @@ class ECStats:
         self._lock = threading.Lock()
         self._values: dict[str, float] = dict.fromkeys(HELP, 0)
         self._reasons: dict[str, int] = {}
+        self._warned: set[str] = set()
         self.counted = 0  # calls of :meth:`add`: whoever has seen this many has seen every number
         self._logged_at = time.monotonic()
         self._logged: dict[str, float] = dict(self._values)
@@ -89,8 +94,41 @@ class ECStats:
             _log.debug("metric ec_%s_total: %s", name, error)
 
     def fallback(self, count: int = 1) -> None:
-        """A promised item was encoded again."""
-        self.add("fallbacks", count)
+        """So many promised items are encoded again."""
+        if count:
+            self.add("fallbacks", count)
+
+    def read_failure(self, place: str, error: OSError) -> None:
+        """``place`` could not be read: counted, and a warning about the first of each kind. Never raises."""
+        self.add("read_failures")
+        if self._first(f"{place}: {error.errno}"):
+            _log.warning(
+                "Encoder cache: cannot read from %s: %s. What cannot be read is a miss and is encoded; all such "
+                "failures are counted in ec_read_failures_total. Check owner, mode and mount of the folder.",
+                place,
+                error,
+            )
+
+    def unexpected(self, what: str, error: Exception) -> None:
+        """``what`` ended in an error that nothing foresees: counted, and a warning about the first of each kind, with
+        the place in the code. Never raises."""
+        self.add("errors")
+        if self._first(f"{what}: {type(error).__name__}"):
+            _log.warning(
+                "Encoder cache: %s ended in %s: %s. Serving goes on without it; all such errors are counted in "
+                "ec_errors_total. Report this text with the lines below.",
+                what,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+    def _first(self, kind: str) -> bool:
+        """Whether nothing of ``kind`` was warned about in this process."""
+        with self._lock:
+            before = len(self._warned)
+            self._warned.add(kind)
+            return not self.forked and len(self._warned) > before
 
     def snapshot(self) -> Snapshot:
         """All counters now."""
@@ -137,7 +175,11 @@ class ECStats:
         if facts.lookups:
             text += f"; {facts.lookup_hits} of {facts.lookups} lookups found"
         if facts.bad_entries:
-            text += f"; {facts.bad_entries} bad entries removed"
+            text += f"; {facts.bad_entries} bad entries found"
+        if facts.read_failures:
+            text += f"; {facts.read_failures} times storage could not be read"
+        if facts.errors:
+            text += f"; {facts.errors} unexpected errors"
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons().items()))
         return f"{text} (dropped: {reasons})" if reasons else text
 

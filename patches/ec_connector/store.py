@@ -107,7 +107,7 @@ class FileStore:
         """
         try:
             handle = os.open(os.path.join(self.folder.root, key.path), OPEN_ENTRY)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return None
         try:
             return open_handle(handle)

@@ -11,14 +11,14 @@ from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector.config import GIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.format import Header
 from vllm_omni_patch.patches.ec_connector.identity import Key
-from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, SharedFolder, shared_folder_path
+from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, SharedFolder, bad_entry, shared_folder_path
 from vllm_omni_patch.patches.ec_connector.runtime import Runtime
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
 
 _log = ledger.logger("ec")
-# Errors that say nothing about the entry.
-_OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+# Errors that say nothing about the entry, or that a lookup meets as well.
+_OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM)
 
 
 @dataclass
@@ -99,27 +99,29 @@ class Tiers:
             except BadEntry as error:
                 self.bad(tier, key, error)
             except OSError as error:
-                _log.debug("cannot look up in %s: %s", tier.name, error)
-        return any(tier.contains(key, rows) for tier in self.remote if key.shared) and not self.runtime.refused(
-            key.path
-        )
+                self.stats.read_failure(tier.name, error)
+        if not self.remote or not key.shared or self.runtime.refused(key.path):
+            return False
+        return any(tier.contains(key, rows) for tier in self.remote)
 
     def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
         """Whether a put would only write what is there already."""
         return any(tier.store.has(key, rows, columns, dtype) for tier in self.local)
 
     def bad(self, tier: FileTier, key: Key, error: BadEntry) -> None:
-        """Remove a damaged entry, or refuse it where it cannot be removed."""
-        self.stats.add("bad_entries")
-        _log.warning("Encoder cache: entry %s in %s is unusable (%s) and is removed.", key.path, tier.name, error)
-        if not tier.store.remove(key, error.seen):
+        """Remove a damaged entry, or refuse it where it cannot be removed; one that is refused is old news."""
+        if self.runtime.refused(key.path):
+            return
+        gone = tier.store.remove(key, error.seen)
+        if not gone:
             self.runtime.refuse(key.path)
+        bad_entry(self.stats, key, tier.name, error, gone)
 
     def unreadable(self, tier: FileTier, key: Key, error: OSError) -> None:
-        """Refuse an entry whose file is there and cannot be read, unless this process is what lacks something."""
-        _log.debug("cannot read %s from %s: %s", key.path, tier.name, error)
+        """A load failed. Refuse an entry whose file is there and cannot be read, unless this process is what lacks
+        something: the next lookup, which reads the header only, would promise it again."""
+        self.stats.read_failure(tier.name, error)
         if error.errno not in _OWN_TROUBLE and os.path.lexists(os.path.join(tier.store.folder.root, key.path)):
-            self.stats.add("bad_entries")
             self.runtime.refuse(key.path)
 
     def discard(self, key: Key) -> None:

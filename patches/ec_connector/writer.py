@@ -131,7 +131,7 @@ class Writer:
         finally:
             with self._condition:
                 self._closed = True
-                left = len(self._jobs)
+                left = sum(not job.local_only for job in self._jobs)
                 self._jobs.clear()
                 self._condition.notify_all()
         if left:
@@ -153,8 +153,8 @@ class Writer:
                 try:
                     self._store(job)
                 except Exception as error:
-                    self._stats.add("dropped", 1, "error")
-                    _log.warning("Encoder cache: an output was not stored: %s: %s", type(error).__name__, error)
+                    self._dropped(job, "error")
+                    self._stats.unexpected("writing an output", error)
                 finally:
                     self._staging.give_back(job.slot)
                     with self._condition:
@@ -184,7 +184,7 @@ class Writer:
         try:
             header = format.encode_header(job.key, job.rows, job.columns, job.dtype, payload, self._label)
         except FormatError as error:
-            self._stats.add("dropped", 1, "not storable")
+            self._dropped(job, "not storable")
             _log.debug("not stored: %s", error)
             return
         outcomes = []
@@ -201,7 +201,12 @@ class Writer:
         elif any(outcome in _TAKEN for outcome in outcomes):
             self._stats.add("duplicates")
         else:
-            self._stats.add("dropped", 1, next((o for o in outcomes if o != "paused"), "storage failing"))
+            self._dropped(job, next((o for o in outcomes if o != "paused"), "storage failing"))
+
+    def _dropped(self, job: Job, reason: str) -> None:
+        """A copy of what a remote keeps is no loss."""
+        if not job.local_only:
+            self._stats.add("dropped", 1, reason)
 
     def _write(self, tier: Tier, pause: Pause, job: Job, header: bytes, payload: memoryview) -> str:
         if not pause.open():
@@ -213,6 +218,6 @@ class Writer:
         except OSError as error:
             pause.failed(error)
             return "storage failing"
-        if outcome in ("stored", "present"):
+        if outcome == "stored":
             pause.worked()
         return outcome

@@ -21,10 +21,14 @@ from vllm_omni_patch.patches.ec_connector.items import Load
 class Connector:
     failed: list[Load] = field(default_factory=list)
     noted: list[Any] = field(default_factory=list)
+    again: int = 0
 
     def take_failed_loads(self) -> list[Load]:
         taken, self.failed = self.failed, []
         return taken
+
+    def encodes_again(self, count: int) -> None:
+        self.again += count
 
     def about_to_encode(self, items: Any) -> None:
         self.noted += list(items)
@@ -43,19 +47,23 @@ REQUESTS = {
 
 def test_failed_items_join_the_scheduled_ones() -> None:
     scheduled = {"r2": [1]}
-    extended = recompute.extend(scheduled, [load("r1", 0, "a"), load("r1", 1, "b")], REQUESTS.get)
-    assert extended == {"r2": [1], "r1": [0, 1]}
+    connector = Connector()
+    extended = recompute.extend(scheduled, [load("r1", 0, "a"), load("r1", 1, "b")], REQUESTS.get, connector)
+    assert extended == {"r2": [1], "r1": [0, 1]} and connector.again == 2
     assert scheduled == {"r2": [1]}
 
 
 def test_an_item_is_encoded_once() -> None:
     """Two requests of one step share an identifier; one of them encodes it anyway."""
-    assert recompute.extend({"r2": [0]}, [load("r1", 1, "b"), load("r2", 0, "b")], REQUESTS.get) == {"r2": [0]}
+    failed = [load("r1", 1, "b"), load("r2", 0, "b")]
+    assert recompute.extend({"r2": [0]}, failed, REQUESTS.get, Connector()) == {"r2": [0]}
 
 
 def test_an_item_without_data_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    assert recompute.extend({}, [load("r3", 0, "d"), load("gone", 0, "e")], REQUESTS.get) == {}
+    connector = Connector()
+    assert recompute.extend({}, [load("r3", 0, "d"), load("gone", 0, "e")], REQUESTS.get, connector) == {}
     assert "has no data to encode" in caplog.text
+    assert connector.again == 0, "what is not encoded is no fallback"
 
 
 def v1_runner() -> Any:
@@ -72,6 +80,7 @@ def test_v1_leaves_the_step_as_it_was() -> None:
     assert seen[0].total_num_scheduled_tokens == 5
     assert output.scheduled_encoder_inputs == {"r2": [1]}
     assert [(r, f.identifier) for r, f, _ in connector.noted] == [("r2", "c"), ("r1", "a")]
+    assert connector.again == 1
 
 
 @pytest.mark.parametrize("named", [False, True])

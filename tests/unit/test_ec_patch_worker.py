@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_encoded(store: Any, stored: tuple[int, int] | None
     side.load(cache, StepPlan([wanted]))
     assert cache == {}
     assert side.take_failed() == [wanted] and side.take_failed() == []
-    assert store.stats.snapshot().fallbacks == 1
+    assert store.stats.snapshot().fallbacks == 0, "counted when it is known to be encoded: recompute.extend"
 
 
 def test_a_bad_entry_is_not_offered_again(store: Any, tmp_path: Path) -> None:
