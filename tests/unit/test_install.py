@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"vllm_omni_patch.pth", "vllm_omni_patch.start"}
@@ -159,3 +160,13 @@ def test_a_startup_file_that_is_left_behind_is_silent(venv: Venv, built: Path) -
             env={**os.environ, "VLLM_OMNI_PATCH": flag}, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+def test_the_floor_of_wrapt_lets_opentelemetry_in() -> None:
+    """LMCache 0.5.6 asks for opentelemetry-api<=1.40, whose auto-instrumentation (0.61b0) asks for wrapt<2."""
+    text = (ROOT / "setup.cfg").read_text()
+    (needed,) = [Requirement(line) for line in text.splitlines() if line.strip().startswith("wrapt")]
+    # The releases that scripts/test_wrapt.sh runs the loader's tests on.
+    assert [one for one in ("1.14.0", "1.14.1", "1.17.3", "2.5.2", "3.0.0") if one in needed.specifier] == [
+        "1.14.1", "1.17.3", "2.5.2",
+    ]  # fmt: skip
