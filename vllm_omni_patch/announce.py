@@ -4,6 +4,9 @@
 It is written when an engine starts in the process. A worker imports most of what is hooked only after that, so its
 line waits until a call first goes through a wrapper on worker code, or nothing is left to wait for. An engine core
 that runs its worker itself has its line by then, and writes a second one, the last, if the account has changed.
+
+It counts what was asked for. What the loader itself changes is not among it: where one of those is refused, that is a
+warning of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import logging
 import os
 
 from vllm_omni_patch import __version__, installed, ledger
-from vllm_omni_patch.ledger import STATES, Entry
+from vllm_omni_patch.ledger import OWN, STATES, Entry
 
 _WORDS = {"pending": "waiting for their modules"}
 
@@ -56,7 +59,8 @@ def _write(final: bool = False) -> None:
 
 def _waiting(entries: list[Entry]) -> list[Entry]:
     """Targets that may still be hooked: pending, in a package that is installed."""
-    return [e for e in entries if e.state == "pending" and installed.is_here(e.target.partition(".")[0])]
+    asked = [e for e in entries if e.patch != OWN]
+    return [e for e in asked if e.state == "pending" and installed.is_here(e.target.partition(".")[0])]
 
 
 def account(entries: list[Entry]) -> str:
@@ -66,7 +70,7 @@ def account(entries: list[Entry]) -> str:
     for state in STATES[1:] + STATES[:1]:
         counts: dict[str, int] = {}
         for entry in entries:
-            if entry.state == state and (state != "pending" or id(entry) in waiting):
+            if entry.patch != OWN and entry.state == state and (state != "pending" or id(entry) in waiting):
                 counts[entry.patch] = counts.get(entry.patch, 0) + 1
         if counts or state == "applied":
             names = f" ({', '.join(f'{name} {count}' for name, count in counts.items())})" if counts else ""

@@ -26,6 +26,7 @@ class Installed:
     target: Target
     hook: Hook
     undo: Undo
+    left: Any = None  # what stood at the target afterwards
 
     @property
     def is_wrapper(self) -> bool:
@@ -96,6 +97,7 @@ def install(patch: Patch, target: Target, module: ModuleType, on_first_call: Cal
             f"the hook had no effect: after installing it, {target.name} is not what was put there "
             "(a metaclass, a descriptor or another package keeps its own value)"
         )
+    done.left = done.current()
     return done
 
 

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni_patch import own
 from vllm_omni_patch.flags import CORE, FALSE, TRUE, Flag
+from vllm_omni_patch.ledger import OWN
 from vllm_omni_patch.patch import Contract, Native, Patch, Target
 
 GROUP = "vllm_omni_patch.patches"
@@ -39,11 +41,12 @@ class Choice:
 
 
 def find() -> list[Found]:
-    """Every declared patch, ours first. One that cannot be imported, or declares nonsense, is told, not raised."""
+    """Every declared patch: the loader's own, then ours, then others'. One that cannot be imported, or declares
+    nonsense, is told, not raised."""
     points: dict[tuple[str, str], Any] = {}
     for point in _points():
         points.setdefault((point.name, point.value), point)
-    found: list[Found] = []
+    found = [Found(OWN, OWN_DISTRIBUTION, own.PATCH)]
     for point in sorted(points.values(), key=_order):
         found.append(_load(point, found))
     return found
@@ -88,7 +91,7 @@ def choose(value: str, found: Sequence[Found]) -> Choice:
     """Read a value of ``VLLM_OMNI_PATCH``: a true or false value, ``all``, or names separated by commas.
 
     Nothing is guessed: a name that no patch has is given back as unknown, also where it looks like a true value
-    among names.
+    among names. What the loader itself changes comes with every value that is not false.
     """
     text = value.strip()
     known = tuple(dict.fromkeys(one.name for one in found))
@@ -97,14 +100,15 @@ def choose(value: str, found: Sequence[Found]) -> Choice:
     if text.lower() in (*TRUE, "all"):
         return Choice(known)
     asked = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    return Choice(tuple(n for n in known if n in asked), tuple(n for n in asked if n not in known))
+    chosen = tuple(n for n in known if n in asked or n == OWN)
+    return Choice(chosen, tuple(n for n in asked if n not in known))
 
 
 def unknown_name(name: str, found: Sequence[Found]) -> str:
     """The sentence for a name that no patch has."""
     import difflib
 
-    names = list(dict.fromkeys(one.name for one in found))
+    names = list(dict.fromkeys(one.name for one in found if one.name != OWN))
     close = difflib.get_close_matches(name, names, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     known = ", ".join(names) or "none"

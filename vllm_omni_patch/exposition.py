@@ -8,78 +8,31 @@ process id in a further label ``pid``.
 
 from __future__ import annotations
 
-import os
-import sys
 import weakref
 from collections.abc import Iterator
-from functools import wraps
-from types import ModuleType
 from typing import Any
 
 from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.metrics import PREFIX, Key
 
-GETTER = "get_prometheus_registry"
 INFO_HELP = "State of each target of each asked-for patch: pending, applied, native, skipped or failed."
 
-_registries: weakref.WeakSet[Any] = weakref.WeakSet()
+_registries: weakref.WeakKeyDictionary[Any, Collector] = weakref.WeakKeyDictionary()
 
 
 def register(registry: Any) -> None:
     """Put one collector of ours on a ``CollectorRegistry``, once."""
     if registry not in _registries:
-        registry.register(Collector())
-        _registries.add(registry)
+        collector = Collector()
+        registry.register(collector)
+        _registries[registry] = collector
 
 
-def serve_with(module: ModuleType) -> None:
-    """Put our collector on every registry that ends up on ``/metrics``, given ``vllm.v1.metrics.prometheus``.
-
-    vLLM hands the registry out through ``get_prometheus_registry``. In Prometheus' multiprocess mode the page is made
-    otherwise: ``prometheus_fastapi_instrumentator`` leaves that registry aside and makes one for each scrape, of which
-    all that is known is that a ``MultiProcessCollector`` is put on it. So ours goes on with it.
-    """
-    stock = vars(module).get(GETTER)
-    if stock is None:
-        return
-
-    @wraps(stock)
-    def with_ours(*args: Any, **kwargs: Any) -> Any:
-        registry = stock(*args, **kwargs)
-        _serve_from(registry)
-        return registry
-
-    setattr(module, GETTER, with_ours)
-    collector = getattr(vars(module).get("multiprocess"), "MultiProcessCollector", None)
-    if collector is not None and "_vllm_omni_patch" not in vars(collector):
-        _follow(collector)
-    home = module.__name__.partition(".")[0]
-    holders = [one for key, one in list(sys.modules.items()) if key.partition(".")[0] == home and one is not module]
-    if any(vars(one).get(GETTER) is stock for one in holders) and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        # We are late: somebody holds the bare function. Without multiprocess mode it gives out this one registry.
-        _serve_from(vars(module).get("REGISTRY"))
-
-
-def _follow(collector: Any) -> None:
-    """Register ours wherever a ``MultiProcessCollector`` registers itself."""
-    stock = collector.__init__
-
-    @wraps(stock)
-    def init(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, registry, *args, **kwargs)
-        if registry:
-            _serve_from(registry)
-
-    collector.__init__ = init
-    collector._vllm_omni_patch = True
-
-
-def _serve_from(registry: Any) -> None:
-    try:
-        register(registry)
-        metrics.changed()
-    except Exception as error:
-        ledger.logger("metrics").warning("our numbers will not be on /metrics: %s", error)
+def unregister(registry: Any) -> None:
+    """Take our collector from a registry."""
+    collector = _registries.pop(registry, None)
+    if collector is not None:
+        registry.unregister(collector)
 
 
 class Collector:

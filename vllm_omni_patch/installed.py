@@ -52,7 +52,12 @@ def live_release(package: str) -> str | None:
         release = text_release(folder)
         if release:
             return release
-    owners = owning_distributions(package)
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)  # quick, for a distribution of the package's own name
+    except metadata.PackageNotFoundError:
+        owners = owning_distributions(package)
     return owners[0][1] if owners else None
 
 

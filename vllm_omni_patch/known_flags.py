@@ -10,14 +10,13 @@ like any other, except for the last.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
-from vllm_omni_patch.flags import Flag
-
-TABLE = "environment_variables"
+from vllm_omni_patch import discover, flags, loader
+from vllm_omni_patch.apply import Refused
+from vllm_omni_patch.patch import Hook, Undo
 
 
 class _Variables(dict[str, Callable[[], Any]]):
@@ -32,17 +31,33 @@ class _Variables(dict[str, Callable[[], Any]]):
         return dict(self.items()).values()
 
 
-def tell(envs: ModuleType, rows: Iterable[Flag]) -> None:
-    """Enter ``rows`` in the table of the module ``vllm.envs``. Names that vLLM has itself stay vLLM's.
+def install(hook: Hook) -> Undo:
+    """Put our names into vLLM's table. Names that vLLM has itself stay vLLM's.
 
-    Does nothing where the module has no such table.
+    Raises:
+        Refused: it is no table.
     """
-    table = vars(envs).get(TABLE)
-    if not isinstance(table, dict):
-        return
-    stock = dict(table.items())  # without ours, should they be in it already
+    stock = hook.original
+    if not isinstance(stock, dict):
+        raise Refused(f"{hook.target.name} is {type(stock).__name__}, not a dict")
+    here = loader.current()
+    rows = discover.all_flags(discover.find() if here is None else here.found)
     names = [flag.name for flag in rows if flag.name not in stock]
-    known = _Variables(stock)
-    known.ours = frozenset(names)
-    known.update({name: partial(os.environ.get, name) for name in names})
-    setattr(envs, TABLE, known)
+    told = _Variables(stock)
+    told.ours = frozenset(names)
+    told.update({name: partial(os.environ.get, name) for name in names})
+    setattr(hook.owner, hook.attribute, told)
+
+    def undo() -> None:
+        if vars(hook.owner).get(hook.attribute) is not told:
+            raise RuntimeError(f"{hook.target.name} was replaced by somebody else; left as it is")
+        stock.update(dict(told.items()))  # what others have entered since
+        setattr(hook.owner, hook.attribute, stock)
+
+    return undo
+
+
+def known(hook: Hook) -> bool:
+    """Read back: vLLM's table has our names."""
+    table = vars(hook.owner).get(hook.attribute)
+    return isinstance(table, _Variables) and all(flag.name in table for flag in flags.CORE)

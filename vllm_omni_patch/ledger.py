@@ -22,6 +22,7 @@ from typing import Any, Literal
 from vllm_omni_patch import flags
 
 State = Literal["pending", "applied", "native", "skipped", "failed"]
+OWN = "loader"  # the patch that holds what the loader itself changes
 STATES: tuple[State, ...] = ("pending", "applied", "native", "skipped", "failed")
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable
-from functools import partial, wraps
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_patch import __version__, announce, discover, flags, installed, known_flags, ledger, metrics, startup
+from vllm_omni_patch import __version__, announce, discover, flags, installed, ledger, metrics, startup
 from vllm_omni_patch.imports import Watch
-from vllm_omni_patch.ledger import Entry, State
+from vllm_omni_patch.ledger import OWN, Entry, State
 from vllm_omni_patch.patch import Patch, Target
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Loader:
                 self._settle_patch(one.name, one.error, one.traceback)
             else:
                 self._enter(one.patch)
-        self._watch_vllm()
+        self.watch.add("vllm", _note_version)
+        self.watch.add("vllm.logger", lambda module: ledger.release_lines())
         # Only now: a module that is imported already is hooked at once, and groups need to know all their members.
         for name in dict.fromkeys(target.module for patch in self.patches for target in patch.targets):
             self.watch.add(name, partial(self.on_import, name))
@@ -73,7 +74,7 @@ class Loader:
         ledger.save()
 
     def _warn_if_late(self) -> None:
-        late = sorted({done.target.module for done in self.applied.values()})
+        late = sorted({done.target.module for done in self.applied.values() if done.patch.name != OWN})
         if self.road != "plugin" or not late:
             return
         # On Ray the variables always arrive after the worker's interpreter has started.
@@ -86,6 +87,7 @@ class Loader:
         )
 
     def _enter(self, patch: Patch) -> None:
+        patch = replace(patch, targets=tuple(target for target in patch.targets if self._is_wanted(patch, target)))
         self.patches.append(patch)
         for target in patch.targets:
             first = self._owners.setdefault((target.module, target.qualname), patch.name)
@@ -94,18 +96,17 @@ class Loader:
             else:
                 self._record(patch, target, "pending")
 
+    def _is_wanted(self, patch: Patch, target: Target) -> bool:
+        try:
+            return target.is_wanted()
+        except flags.FlagError as error:
+            self._record(patch, target, "failed", str(error))
+            self._say(logging.ERROR, f"{patch.name}: {_with_consequence(target, f'{target.name} failed: {error}')}")
+            return False
+
     def _settle_patch(self, name: str, reason: str, trace: str = "") -> None:
         ledger.record(Entry(name, "", "failed", reason, trace))
         ledger.say(logging.ERROR, f"{flags.SWITCH.name}: patch {name} is not applied: {reason}")
-
-    # -- vLLM's own modules that the loader needs, whatever the patches are
-
-    def _watch_vllm(self) -> None:
-        self.watch.add("vllm", _note_version)
-        self.watch.add("vllm.envs", lambda module: known_flags.tell(module, discover.all_flags(self.found)))
-        self.watch.add("vllm.logger", _notice_logging)
-        self.watch.add("vllm.v1.metrics.prometheus", _notice_metrics)
-        self.watch.add("vllm.plugins", _notice_plugin_loading)
 
     def _hook_failed(self, module: str, error: Exception) -> None:
         trace = "".join(traceback.format_exception(error))
@@ -125,7 +126,10 @@ class Loader:
                     continue
                 for target in members:
                     self._hook(patch, target, module)
-        self._after_change()
+            if mine and patch.name != OWN:
+                metrics.changed()
+                announce.when_settled()
+        ledger.save()
 
     def _hook(self, patch: Patch, target: Target, module: ModuleType) -> bool:
         """Judge and install one target; returns whether it is applied now."""
@@ -146,7 +150,8 @@ class Loader:
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             self._record(patch, target, "failed", reason, traceback.format_exc())
-            self._say(logging.ERROR, f"{patch.name}: {target.name} failed, vLLM's own code stays: {reason}")
+            text = _with_consequence(target, f"{target.name} failed, vLLM's own code stays: {reason}")
+            self._say(logging.ERROR, f"{patch.name}: {text}")
         return False
 
     def _stands(self, patch: Patch, target: Target, module: ModuleType) -> bool:
@@ -162,14 +167,15 @@ class Loader:
             return False
         if owner is not done.hook.owner or attribute != done.hook.attribute:
             return False
-        return value is done.current() if not done.is_wrapper else layers.depth(value, patch.name) > 0
+        return value is done.left if not done.is_wrapper else layers.depth(value, patch.name) > 0
 
     def _stand_aside(self, patch: Patch, target: Target, release: str | None, decision: Decision) -> None:
         quiet = decision.verdict == "absent" and target.optional
         level = logging.DEBUG if quiet else LEVELS[decision.level]
-        self._say(level, f"{patch.name}: {target.name} is not hooked. {decision.reason}")
         state: State = "native" if decision.verdict == "native" else "skipped"
-        found = self._entry(patch, target, state, decision.reason, verdict=decision.verdict, release=release or "")
+        reason = decision.reason if state == "native" else _with_consequence(target, decision.reason)
+        self._say(level, f"{patch.name}: {target.name} is not hooked. {reason}")
+        found = self._entry(patch, target, state, reason, verdict=decision.verdict, release=release or "")
         ledger.record(found)
 
     def _install(
@@ -275,6 +281,7 @@ class Loader:
     def _record(
         self, patch: Patch, target: Target, state: State, reason: str = "", trace: str = "", warn: bool = False
     ) -> None:
+        reason = _with_consequence(target, reason) if state in ("skipped", "failed") else reason
         ledger.record(self._entry(patch, target, state, reason, traceback=trace))
         if warn:
             self._say(logging.WARNING, f"{patch.name}: {target.name} is not hooked: {reason}")
@@ -312,11 +319,6 @@ class Loader:
         """Hook modules that came in without passing our finder, and stand first from now on if there were any."""
         if self.watch.audit(everything=True):
             startup.stand_first()
-
-    def _after_change(self) -> None:
-        ledger.save()
-        metrics.changed()
-        announce.when_settled()
 
     def _first_call(self, target: Target) -> None:
         announce.at_first_call(target.name)
@@ -378,40 +380,12 @@ def engine_starts(road: str) -> None:
             raise
 
 
-def _notice_logging(module: ModuleType) -> None:
-    """Let our held lines out as soon as vLLM has set up its log."""
-    ledger.release_lines()
-    _call_after(module, "configure_logging", ledger.release_lines)
-
-
-def _notice_metrics(module: ModuleType) -> None:
-    from vllm_omni_patch import exposition
-
-    exposition.serve_with(module)
-
-
 def _note_version(module: ModuleType) -> None:
     ledger.describe_process(vllm_version=installed.live_release("vllm") or "unknown")
 
 
-def _notice_plugin_loading(module: ModuleType) -> None:
-    """Learn of engine starts where our own plugin is not called: filtered by VLLM_PLUGINS, or in a forked child."""
-    _call_after(module, "load_general_plugins", partial(engine_starts, "startup file"))
-
-
-def _call_after(module: ModuleType, name: str, then: Callable[[], None]) -> None:
-    """Call ``then`` after each call of a function of vLLM's that returned."""
-    original = vars(module).get(name)
-    if original is None:
-        return
-
-    @wraps(original)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
-    setattr(module, name, around)
+def _with_consequence(target: Target, text: str) -> str:
+    return f"{text.rstrip('.')}. So {target.consequence}" if target.consequence else text
 
 
 _loader: Loader | None = None

@@ -106,6 +106,8 @@ def _decide_unlisted(
     if like is not None:
         reason = f"{described} is not listed; the target's code is that of {like.release}, so it is judged as that"
         return Decision("applies", True, reason, "info", like.release)
+    if target.by_contract and unlisted != "skip":
+        return Decision("applies", True, f"{described} is not listed; for this target its contract is enough")
     newest = table.newest(patch.name, target.name)
     if table.error:
         said = f"{described} cannot be looked up: {table.error}"

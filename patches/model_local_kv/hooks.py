@@ -33,7 +33,6 @@ def install_load_model(hook: Hook) -> Undo:
         running.add(key)
         native.discard(key)
         try:
-            _quietly(WATCH.start)
             result = wrapped(*args, **kwargs)
         finally:
             running.discard(key)

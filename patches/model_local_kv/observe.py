@@ -325,6 +325,13 @@ class Observer:
                 pass
 
 
+def follows_class(cache_class: type) -> bool:
+    """Whether the instances of ``cache_class`` are followed."""
+    own = vars(cache_class).get("__new__")
+    function = getattr(own, "__func__", own)
+    return getattr(function, "__module__", "") == __name__ and function is not _plain_new
+
+
 def _holds_something(cache: Any) -> bool:
     held = measure(cache)
     return held is None or bool(held.storages)

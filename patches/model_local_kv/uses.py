@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the observation reads in transformers. It follows ``Cache.__new__`` and reads the layers of what that made."""
+"""The observation in transformers: it follows the instances of ``Cache`` and reads the layers of what that made."""
 
 from __future__ import annotations
 
 from vllm_omni_patch.patch import Contract, Target
+from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
 
 
 def _use(name: str, *attributes: str) -> Target:
@@ -12,7 +13,20 @@ def _use(name: str, *attributes: str) -> Target:
 
 
 USES: tuple[Target, ...] = (
-    _use("Cache", "layers"),
     _use("CacheLayerMixin", "keys", "values"),
     _use("EncoderDecoderCache", "self_attention_cache", "cross_attention_cache"),
+)
+
+# It passes by every instance and changes none, so on a release that nobody has listed the contract says enough.
+CACHE = Target(
+    module="transformers.cache_utils",
+    qualname="Cache",
+    install="vllm_omni_patch.patches.model_local_kv.watch:install",
+    verify="vllm_omni_patch.patches.model_local_kv.watch:follows",
+    distribution="transformers",
+    contract=Contract(class_attributes=("layers",)),
+    by_contract=True,
+    setting=OBSERVE,
+    note=f"its __new__ and __del__, only with {OBSERVE.name}=1",
+    consequence="no cache is observed; what is declared is reported all the same",
 )

@@ -3,27 +3,24 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.patch import Hook, Undo
 from vllm_omni_patch.patches.model_local_kv import report
 from vllm_omni_patch.patches.model_local_kv.collect import modules, unwrap
-from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE
-from vllm_omni_patch.patches.model_local_kv.observe import SHARE, Observer
+from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL
+from vllm_omni_patch.patches.model_local_kv.observe import SHARE, Observer, follows_class
 from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, Row, reconcile
 from vllm_omni_patch.patches.model_local_kv.suspects import Suspect, find, merge
 
 WALK_EVERY = 30.0
 """Seconds between two walks for suspects, and between two writes of an unchanged kind of report."""
-
-CACHE_TARGET = "transformers.cache_utils:Cache.__new__"
 
 logger = ledger.logger("model_local_kv")
 
@@ -56,22 +53,21 @@ class Watch:
         """The loads whose runner is alive."""
         return [load for load, _ in list(self._loads.values())]
 
-    def start(self) -> None:
-        """Follow transformers caches from now on, when the flag asks for it. Safe to call again."""
+    def follow(self, cache_class: type) -> Undo:
+        """Follow the instances of ``cache_class`` from now on; returns the undo.
+
+        Raises:
+            FlagError: the interval is not accepted.
+            RuntimeError: the class makes or ends its instances in its own way.
+        """
         with self._lock:
-            if self._observer is not None or not flags.read(OBSERVE):
-                return
-            try:
-                observer = Observer(flags.read(INTERVAL), self._round)
-                self._undo = observer.install(importlib.import_module("transformers.cache_utils").Cache)
-                self._observer = observer
-                entry = ledger.Entry("model_local_kv", CACHE_TARGET, "applied", f"{OBSERVE.name} is set")
-            except Exception as error:
-                logger.warning("caches are not observed: %s", error)
-                entry = ledger.Entry(
-                    "model_local_kv", CACHE_TARGET, "failed", str(error), traceback=traceback.format_exc()
-                )
-            ledger.record(entry)
+            self.stop()  # of a class that a reload has replaced
+            observer = Observer(flags.read(INTERVAL), self._round)
+            self._undo = observer.install(cache_class)
+            self._observer = observer
+            for load in self.loads()[-1:]:
+                self._regroup(load)
+        return self.stop
 
     def stop(self) -> None:
         """End the observation and forget its peaks."""
@@ -91,16 +87,22 @@ class Watch:
                 report.log(load)
             loads = self.loads()
             ledger.publish(report.FACT, report.figures(loads))
-            if self._observer is not None:
-                self._assignment = Assignment(
-                    [entry for each in loads for entry in each.collection.entries],
-                    {key: path for each in loads for key, path in each.collection.paths.items()},
-                    load.collection.root,
-                )
-                self._observer.regroup(self._assignment)
-                self._walk()
-                self._observer.start()
+            self._regroup(load)
             self._write()
+
+    def _regroup(self, last: report.Load) -> None:
+        """Count caches by what the loads, of which ``last`` is the newest, declare."""
+        if self._observer is None:
+            return
+        loads = self.loads()
+        self._assignment = Assignment(
+            [entry for each in loads for entry in each.collection.entries],
+            {key: path for each in loads for key, path in each.collection.paths.items()},
+            last.collection.root,
+        )
+        self._observer.regroup(self._assignment)
+        self._walk()
+        self._observer.start()
 
     def refresh(self) -> dict[str, Any]:
         """Measure and walk now, bring gauges and file up to date; returns the report as plain data."""
@@ -219,6 +221,16 @@ WATCH = Watch()
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: WATCH.after_fork())
+
+
+def install(hook: Hook) -> Undo:
+    """Follow the transformers caches of this process."""
+    return WATCH.follow(hook.original)
+
+
+def follows(hook: Hook) -> bool:
+    """Read back: new instances of the class pass by us."""
+    return follows_class(hook.original)
 
 
 def refresh() -> dict[str, Any]:

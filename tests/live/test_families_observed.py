@@ -6,6 +6,7 @@ Needs vLLM-Omni beside its vLLM: ``scripts/check_families.py`` makes the environ
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,10 +59,10 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return list(process.refresh()["observed"])
 
     with omni.installed(omni.MODELS + omni.QWEN3):
-        process.start()
+        undo = process.follow(importlib.import_module("transformers.cache_utils").Cache)
         hooks.report_load(runner)
         yield decode
-    process.stop()
+    undo()
 
 
 def test_before_traffic_it_was_never_seen(served: Any) -> None:

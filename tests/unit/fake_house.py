@@ -24,6 +24,19 @@ RELEASE = "7.0.0"
 VLLM = {
     "vllm/__init__.py": "from .version import __version__\n",
     "vllm/version.py": f"__version__ = {RELEASE!r}\n",
+    "vllm/envs.py": "environment_variables = {'VLLM_HOME': lambda: 'here'}\n",
+    "vllm/v1/__init__.py": "",
+    "vllm/v1/metrics/__init__.py": "",
+    "vllm/v1/metrics/prometheus.py": """
+        import os
+        from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
+        def get_prometheus_registry():
+            if os.getenv("PROMETHEUS_MULTIPROC_DIR") is not None:
+                registry = CollectorRegistry()
+                multiprocess.MultiProcessCollector(registry)
+                return registry
+            return REGISTRY
+    """,
     "vllm/plugins.py": """
         import os
         plugins_loaded = False
@@ -211,9 +224,14 @@ class Outcome:
         return self.shown[-1]
 
 
-# Code for the processes: the states of all targets, as {target: [state, reason]}.
+# Code for the processes: the states of all targets, as {target: [state, reason]}; apart, of those of the loader itself.
 STATES = """
 from vllm_omni_patch import ledger
 ledger.snapshot()
-show({e.target: [e.state, e.reason] for e in ledger.entries() if e.patch != "ghost"})
+show({e.target: [e.state, e.reason] for e in ledger.entries() if e.patch not in ("ghost", "loader")})
+"""
+OWN_STATES = """
+from vllm_omni_patch import ledger
+ledger.snapshot()
+show({e.target: [e.state, e.reason] for e in ledger.entries() if e.patch == "loader"})
 """

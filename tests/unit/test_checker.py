@@ -39,6 +39,11 @@ RELEASES = {
     "9.4.0": {"vllm/runner.py": ""},
     "9.5.0": {"vllm/worker.py": WORKER + "LOADS_BY_ITSELF = True\n"},
 }
+FOR_THE_LOADER = {
+    "vllm/envs.py": "environment_variables = {}\n",
+    "vllm/plugins.py": "def load_general_plugins(): ...\n",
+    "vllm/v1/metrics/prometheus.py": "from prometheus_client import REGISTRY\ndef get_prometheus_registry(): ...\n",
+}
 LISTED = ("9.0.0", "9.1.0", "9.1.1", "9.2.0", "9.3.0", "9.4.0", "9.5.0")
 
 DEMO = """
@@ -225,6 +230,8 @@ def test_the_switch_says_what_is_asked_for(house, monkeypatch):
     listed(house, *LISTED)
     package_index.tree(house, vllm("9.1.0"))
     monkeypatch.setenv(flags.SWITCH.name, "demo")
+    assert "loader vllm.envs:environment_variables" in run().stdout  # always on, and this vLLM has no such module
+    package_index.tree(house, FOR_THE_LOADER)
     assert run().exit_code == 0
     monkeypatch.setenv(flags.SWITCH.name, "demmo")
     result = run()

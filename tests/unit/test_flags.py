@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: what each accepts, and that vLLM knows their names without hashing them."""
+"""Settings: what each accepts."""
 
 from __future__ import annotations
 
 import json
-import types
 
 import pytest
 
-from vllm_omni_patch import discover, flags, flags_text, known_flags
+from vllm_omni_patch import discover, flags, flags_text
 from vllm_omni_patch.flags import Flag, FlagError, read
 
 
@@ -68,39 +67,3 @@ def test_the_table_says_the_same_in_every_format() -> None:
     for row in rows:
         assert f"| `{row.name}` | {row.type} |" in markdown
         assert f"{row.name}  [{row.type}]" in text
-
-
-def envs() -> types.ModuleType:
-    module = types.ModuleType("vllm.envs")
-    module.environment_variables = {"VLLM_A": lambda: "a", "VLLM_B": lambda: "b"}  # type: ignore[attr-defined]
-    return module
-
-
-def test_our_names_are_known_and_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = envs()
-    stock = dict(module.environment_variables)
-    monkeypatch.setenv("VLLM_OMNI_PATCH", "1")
-    for _ in range(2):  # a reload of our side finds our own table
-        known_flags.tell(module, flags.CORE)
-    table = module.environment_variables
-    names = {flag.name for flag in flags.CORE}
-    assert names <= set(table)  # how Ray executors list what they copy
-    assert all(name in table for name in names)
-    assert table["VLLM_OMNI_PATCH"]() == "1"
-    assert {key: getter() for key, getter in table.items()} == {"VLLM_A": "a", "VLLM_B": "b"}
-    assert list(table.items()) == list(stock.items())
-    assert len(table.values()) == len(stock)
-
-
-def test_a_name_that_vllm_has_itself_stays_vllms() -> None:
-    module = envs()
-    module.environment_variables["VLLM_OMNI_PATCH"] = lambda: "theirs"
-    known_flags.tell(module, flags.CORE)
-    assert module.environment_variables["VLLM_OMNI_PATCH"]() == "theirs"
-    assert "VLLM_OMNI_PATCH" in dict(module.environment_variables.items())
-
-
-def test_a_release_without_such_a_table_is_left_alone() -> None:
-    module = types.ModuleType("vllm.envs")
-    known_flags.tell(module, flags.CORE)
-    assert not hasattr(module, "environment_variables")

@@ -18,13 +18,14 @@ torch = pytest.importorskip("torch")
 
 from vllm_omni_patch import apply, contract, flags, ledger  # noqa: E402
 from vllm_omni_patch.patch import Target  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report, watch  # noqa: E402
+from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, observe, report, watch  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
     ModelLocalKVScope,
     ModelLocalKVSpec,
     RowDriver,
 )
+from vllm_omni_patch.patches.model_local_kv.uses import CACHE  # noqa: E402
 
 MIB = 1 << 20
 LOAD_MODEL = "vllm_omni_patch.patches.model_local_kv.hooks:install_load_model"
@@ -432,7 +433,6 @@ def test_on_declared_and_undeclared_caches_are_told_apart(
     install: Any, lines: Any, process: watch.Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache_utils = pytest.importorskip("transformers.cache_utils")
-    monkeypatch.setenv(OBSERVE.name, "1")
     monkeypatch.setenv(flags.REPORT_DIR.name, str(tmp_path))
 
     class Maker(torch.nn.Module):
@@ -451,6 +451,7 @@ def test_on_declared_and_undeclared_caches_are_told_apart(
 
     cls = fresh(load_model=load)
     install(module(Runner=cls), "Runner.load_model")
+    done = apply.install(PATCH, CACHE, cache_utils, lambda: None)
     runner = cls()
     runner.load_model()
     assert process.observing
@@ -468,17 +469,57 @@ def test_on_declared_and_undeclared_caches_are_told_apart(
     del kept
     gc.collect()
     assert process.refresh()["observed"][0]["observed_peak"] == MIB, "a peak stays"
+    apply.remove(done)
+    assert not process.observing
+    assert "__del__" not in vars(cache_utils.Cache)
 
 
-def test_an_observation_that_cannot_start_leaves_the_report(
-    install: Any, lines: Any, process: watch.Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(OBSERVE.name, "maybe")
+def test_caches_that_come_after_the_load_are_told_apart_too(install: Any, process: watch.Watch) -> None:
+    """transformers may be imported when the first request needs it."""
+    cache_utils = pytest.importorskip("transformers.cache_utils")
     cls = fresh()
     install(module(Runner=cls), "Runner.load_model")
-    assert cls().load_model() == "loaded"
-    assert any(OBSERVE.name in line or "not affected" in line for line in lines())
-    assert len(headlines(lines())) == 1
+    runner = cls()
+    runner.load_model()
+    assert process.rows() == []
+    done = apply.install(PATCH, CACHE, cache_utils, lambda: None)
+    assert [(row.owner, row.status) for row in process.rows()] == [("decoder", "never seen")]
+    apply.remove(done)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [({"__new__": lambda cls: None}, "has its own __new__"), ({"__del__": lambda self: None}, "has its own __del__")],
+)
+def test_a_cache_class_that_makes_its_instances_itself_is_refused(
+    process: watch.Watch, body: dict[str, Any], words: str
+) -> None:
+    where = module(Cache=type("Cache", (), dict(body)))
+    before = dict(vars(where.Cache))
+    with pytest.raises(RuntimeError, match=words):
+        apply.install(PATCH, CACHE, where, lambda: None)
+    assert dict(vars(where.Cache)) == before
+    assert not process.observing
+
+
+def test_a_reloaded_cache_class_is_followed_and_the_old_one_let_go(process: watch.Watch) -> None:
+    where = module(Cache=type("Cache", (), {}))
+    old = where.Cache
+    apply.install(PATCH, CACHE, where, lambda: None)
+    assert observe.follows_class(old)
+    where.Cache = type("Cache", (), {})
+    done = apply.install(PATCH, CACHE, where, lambda: None)
+    assert (observe.follows_class(old), observe.follows_class(where.Cache)) == (False, True)
+    apply.remove(done)
+    assert not observe.follows_class(where.Cache)
+
+
+def test_a_cache_lives_though_our_code_breaks(process: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = module(Cache=type("Cache", (), {}))
+    done = apply.install(PATCH, CACHE, where, lambda: None)
+    monkeypatch.setattr(observe.Observer, "_origin", lambda *_: 1 / 0)
+    assert type(where.Cache()) is where.Cache
+    apply.remove(done)
 
 
 def test_release_numbers_are_read_with_their_suffixes(monkeypatch: pytest.MonkeyPatch) -> None:
