@@ -157,12 +157,18 @@ class Seen:
 
     def entries(self, patch: str, run: str) -> list[dict[str, Any]]:
         """What the ledgers of ``run`` hold about ``patch``, over all processes."""
-        ledgers = [json.loads(path.read_text()) for path in sorted(self.reports[run].glob("ledger-*.json"))]
-        return [entry for ledger in ledgers for entry in ledger["entries"] if entry["patch"] == patch]
+        return [entry for ledger in self.ledgers(run) for entry in ledger["entries"] if entry["patch"] == patch]
+
+    def ledgers(self, run: str) -> list[dict[str, Any]]:
+        """What each process of ``run`` left."""
+        return [json.loads(path.read_text()) for path in sorted(self.reports[run].glob("ledger-*.json"))]
 
     def targets(self, patch: str) -> dict[str, list[str]]:
-        """Over all runs: ``targets`` that some process applied and none failed, and which were called and checked."""
-        entries = [entry for run in self.reports for entry in self.entries(patch, run)]
+        """Over all runs: ``targets`` that some process applied and none failed, and which were called and checked.
+
+        Those of vLLM itself: a row is about a release of vLLM.
+        """
+        entries = [e for run in self.reports for e in self.entries(patch, run) if e["target"].startswith("vllm.")]
         failed = {entry["target"] for entry in entries if entry["state"] == "failed"}
         applied = {entry["target"] for entry in entries if entry["state"] == "applied"} - failed
         return {

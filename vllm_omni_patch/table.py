@@ -366,13 +366,13 @@ def with_live(table: Table, runs: Iterable[LiveRow]) -> Table:
     devices: dict[tuple[Any, ...], set[str]] = {}
     for run in runs:
         for target in run.applied:
-            key = (run.patch, target, release_key(run.release), run.evidence(target))
+            key = (run.patch, target, run.distribution, release_key(run.release), run.evidence(target))
             devices.setdefault(key, set()).add(run.device)
 
     def proved(row: Row) -> Row:
         words: tuple[Evidence, ...] = ("live", "hooked") if row.verdict == "applies" else ()
         for word in words:
-            found = devices.get((row.patch, row.target, release_key(row.release), word))
+            found = devices.get((row.patch, row.target, row.distribution, release_key(row.release), word))
             if found:
                 return replace(row, evidence=word, devices=tuple(sorted(found)))
         return row

@@ -296,6 +296,13 @@ def test_evidence_names_the_devices(tmp_path):
     assert held.proof == "live (cuda)"
 
 
+def test_a_run_of_vllm_proves_nothing_of_another_distribution_with_that_number():
+    other = dataclasses.replace(ROWS[2], distribution="vllm-omni")
+    run = LiveRow("vllm", "0.12.0", "demo", True, (LOAD,), (LOAD,), (LOAD,))
+    assert [row.proof for row in table.with_live(Table([other]), [run]).rows()] == ["static"]
+    assert [row.proof for row in table.with_live(Table([ROWS[2]]), [run]).rows()] == ["live (cpu)"]
+
+
 def test_evidence_holds_for_the_code_that_was_run(tmp_path, monkeypatch):
     """A fork or a rebuilt wheel carries the number of a release too; nobody has run its code."""
     runs = tmp_path / "live.json"
