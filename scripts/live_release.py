@@ -39,6 +39,7 @@ FAULT = "bit flipped in the payload"
 EMBEDDINGS = "VllmConfig._resolve_mm_embedding_inputs"
 # Whose effect the check of a patch looks at, by qualified name. One that is called and not named here stays "hooked".
 CHECKED = {
+    "loader": ("load_general_plugins", "get_prometheus_registry"),
     "ec_connector": (
         "ECConnectorFactory",
         "GPUModelRunner._execute_mm_encoder",
@@ -95,11 +96,13 @@ def run(folder: Path) -> dict[str, Any]:
     with engine_process.Offline(model, str(folder), name="llm-stock") as llm:
         seen.answers["llm stock"] = llm.image(1)
     seen.reports["llm"] = folder / "reports-llm"
-    env = seen.settings(seen.reports["llm"])
+    # Our plugin is filtered out here, so that only the loader's own hook can tell that an engine starts.
+    env = {**seen.settings(seen.reports["llm"]), "VLLM_PLUGINS": "nobody"}
     with engine_process.Offline(model, str(folder), name="llm", ec=ec, flag="1", env=env) as llm:
         seen.answers["llm"] = llm.image(1)
         seen.left["llm"] = llm.stop()
     checks: dict[str, Callable[[Seen], Any]] = {
+        "loader": check_loader,
         "ec_connector": check_ec_connector if has_connectors else check_no_ec_connector,
         "available_memory": check_available_memory,
         "model_local_kv": check_model_local_kv,
@@ -195,6 +198,16 @@ def judge(check: Callable[[Seen], Any], seen: Seen) -> dict[str, Any]:
         return {"result": result, "figure": check(seen), "note": ""}
     except Exception as error:
         return {"result": "fail", "figure": None, "note": f"{type(error).__name__}: {error}"[:600]}
+
+
+def check_loader(seen: Seen) -> dict[str, int]:
+    """Numbers are on vLLM's page, and each engine process knows of its start where the plugin is filtered out."""
+    seen.applied("loader", "llm")
+    rows = [line for line in seen.pages["patched"].splitlines() if line.startswith("vllm_omni_patch_info{")]
+    require(len(rows) > 0, "/metrics says nothing of what was applied")
+    told = [one["process"]["engine_road"] for one in seen.ledgers("llm") if "engine_road" in one["process"]]
+    require(set(told) == {"startup file"}, f"engine starts were learned by {told}, with the plugin filtered out")
+    return {"targets_on_page": len(rows), "engine_starts": len(told)}
 
 
 def check_ec_connector(seen: Seen) -> dict[str, float]:

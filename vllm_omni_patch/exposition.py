@@ -9,7 +9,7 @@ process id in a further label ``pid``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_omni_patch import ledger, metrics
@@ -20,10 +20,10 @@ INFO_HELP = "State of each target of each asked-for patch: pending, applied, nat
 _registries: weakref.WeakKeyDictionary[Any, Collector] = weakref.WeakKeyDictionary()
 
 
-def register(registry: Any) -> None:
-    """Put one collector of ours on a ``CollectorRegistry``, once."""
+def register(registry: Any, on_scrape: Callable[[], None] | None = None) -> None:
+    """Put one collector of ours on a ``CollectorRegistry``, once. ``on_scrape`` is called whenever it is read."""
     if registry not in _registries:
-        collector = Collector()
+        collector = Collector(on_scrape)
         registry.register(collector)
         _registries[registry] = collector
 
@@ -38,12 +38,17 @@ def unregister(registry: Any) -> None:
 class Collector:
     """Reads every process's snapshot at each scrape. Never raises: a scrape without our numbers beats none."""
 
+    def __init__(self, on_scrape: Callable[[], None] | None = None) -> None:
+        self._on_scrape = on_scrape
+
     def describe(self) -> list[Any]:
         """Nothing: a registry would otherwise ask for all numbers to learn their names."""
         return []
 
     def collect(self) -> Iterator[Any]:
         try:
+            if self._on_scrape is not None:
+                self._on_scrape()
             found = list(families(metrics.read_snapshots()))
         except Exception as error:
             ledger.logger("metrics").debug("could not read the numbers of all processes: %s", error)

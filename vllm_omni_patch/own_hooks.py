@@ -45,7 +45,7 @@ def install_registry(hook: Hook) -> Undo:
     from vllm_omni_patch import exposition, metrics
 
     registry = vars(hook.module)["REGISTRY"]
-    exposition.register(registry)
+    exposition.register(registry, hook.note_use)
     metrics.changed()
     return lambda: exposition.unregister(registry)
 

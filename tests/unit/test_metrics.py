@@ -158,6 +158,20 @@ def test_a_registry_that_is_made_for_each_scrape_has_ours_too(house: House, tmp_
     assert done.value == [["vllm_omni_patch_steps_total 1.0"]] * 2
 
 
+def test_a_scrape_is_a_use_of_our_place_on_vllms_registry(house: House, tmp_path: Path) -> None:
+    code = """
+from vllm_omni_patch import ledger
+def called():
+    name = "vllm.v1.metrics.prometheus:get_prometheus_registry"
+    return next(e["called"] for e in ledger.snapshot()["entries"] if e["target"] == name)
+before = called()
+page()
+show([before, called()])
+"""
+    done = house.run(SERVER, code, TMPDIR=str(tmp_path))
+    assert done.value == [False, True]
+
+
 def test_the_info_row_and_a_living_childs_gauge_are_there(house: House) -> None:
     house.write("sitecustomize.py", "import vllm_omni_patch; vllm_omni_patch.activate()\n")
     done = house.run(
