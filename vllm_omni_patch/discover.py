@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_patch import own
-from vllm_omni_patch.flags import CORE, FALSE, TRUE, Flag
+from vllm_omni_patch.flags import CORE, CORE_REMOVED, FALSE, TRUE, Flag, Removed
 from vllm_omni_patch.ledger import OWN
 from vllm_omni_patch.patch import Contract, Native, Patch, Target
 
@@ -129,6 +129,13 @@ def all_flags(found: Sequence[Found]) -> list[Flag]:
     return list(rows.values())
 
 
+def all_removed(found: Sequence[Found]) -> list[Removed]:
+    """The variables that the loader or a declared patch had once and nobody declares any more, each name once."""
+    here = {flag.name for flag in all_flags(found)}
+    rows = [*CORE_REMOVED, *(row for one in found if one.patch for row in one.patch.removed)]
+    return list({row.name: row for row in rows if row.name not in here}.values())
+
+
 def problems(patch: Any, name: str) -> list[str]:
     """What is wrong with a declaration; empty when it can be used."""
     if not isinstance(patch, Patch):
@@ -158,6 +165,9 @@ def problems(patch: Any, name: str) -> list[str]:
     for flag in patch.flags:
         if not isinstance(flag, Flag):
             wrong.append(f"a flag is {type(flag).__name__}, not Flag")
+    for row in patch.removed:
+        if not isinstance(row, Removed):
+            wrong.append(f"a removed variable is {type(row).__name__}, not Removed")
     return wrong
 
 

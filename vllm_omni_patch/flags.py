@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ class Flag:
 
     ``type`` is one of ``bool``, ``int``, ``float``, ``choice``, ``path``, ``str``, ``patches``. ``accepts`` is the
     text shown to users for the accepted values; it is made from the type when left empty. ``minimum``/``maximum``
-    are inclusive unless ``exclusive_minimum`` is set. An empty value is the same as an unset one.
+    are inclusive unless ``exclusive_minimum`` is set. An empty value is the same as an unset one. ``removed_choices``
+    are (value, what to use instead) of choices that are gone: the default is used and :func:`removed_in` tells it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Flag:
     exclusive_minimum: bool = False
     accepts: str = ""
     check: Callable[[Any], Any] | None = field(default=None, compare=False)
+    removed_choices: tuple[tuple[str, str], ...] = ()
 
     def accepted(self) -> str:
         """The accepted values, in words."""
@@ -60,6 +62,32 @@ class Flag:
         return {"path": "a path", "patches": "0, 1, all, or patch names separated by commas"}.get(self.type, "text")
 
 
+@dataclass(frozen=True)
+class Removed:
+    """An environment variable that is gone. ``instead`` is a sentence: what to use in its place."""
+
+    name: str
+    instead: str
+
+
+def removed_in(rows: Iterable[Flag], removed: Iterable[Removed], environ: Mapping[str, str] | None = None) -> list[str]:
+    """One sentence for each removed variable, and each removed choice of ``rows``, that ``environ`` still sets."""
+    environ = os.environ if environ is None else environ
+    told = [
+        f"{one.name} is set and no longer exists; it is ignored. {one.instead}"
+        for one in removed
+        if environ.get(one.name, "").strip()
+    ]
+    for flag in rows:
+        value = environ.get(flag.name, "").strip().lower()
+        told += [
+            f"{flag.name}={old} no longer exists; {flag.default} is used. {instead}"
+            for old, instead in flag.removed_choices
+            if value == old
+        ]
+    return told
+
+
 def read(flag: Flag, environ: Mapping[str, str] | None = None) -> Any:
     """Value of ``flag`` in ``environ`` (default: ``os.environ``), converted; its default when unset or empty.
 
@@ -67,7 +95,7 @@ def read(flag: Flag, environ: Mapping[str, str] | None = None) -> Any:
         FlagError: the value is not accepted.
     """
     text = (os.environ if environ is None else environ).get(flag.name, "").strip()
-    if not text:
+    if not text or text.lower() in dict(flag.removed_choices):
         return flag.default
     try:
         value = _CONVERT[flag.type](flag, text)
@@ -155,4 +183,6 @@ CACHE_DIR = Flag(
     "vllm-omni-patch in the user's cache folder.",
 )
 
+# Variables of the loader's own that are gone; a patch's are in ``Patch.removed``.
+CORE_REMOVED: tuple[Removed, ...] = ()
 CORE: tuple[Flag, ...] = (SWITCH, STRICT, UNLISTED, REPORT_DIR, RUN_DIR, CACHE_DIR)

@@ -41,8 +41,10 @@ def install(hook: Hook) -> Undo:
     if not isinstance(stock, dict):
         raise Refused(f"{hook.target.name} is {type(stock).__name__}, not a dict")
     here = loader.current()
-    rows = discover.all_flags(discover.find() if here is None else here.found)
-    names = [flag.name for flag in rows if flag.name not in stock]
+    found = discover.find() if here is None else here.found
+    # Those that are gone as well: the loader says what replaced them, and vLLM need not call them unknown.
+    rows = [*discover.all_flags(found), *discover.all_removed(found)]
+    names = [row.name for row in rows if row.name not in stock]
     told = _Variables(stock)
     told.ours = frozenset(names)
     told.update({name: partial(os.environ.get, name) for name in names})

@@ -70,6 +70,7 @@ class Loader:
         for name in dict.fromkeys(target.module for patch in self.patches for target in patch.targets):
             self.watch.add(name, partial(self.on_import, name))
         self._warn_if_late()
+        self._warn_of_removed()
         metrics.start()
         ledger.save()
 
@@ -85,6 +86,13 @@ class Loader:
             f"was read; hooked after their import: {', '.join(late)}. Code that copied a function from them by name "
             f"keeps the original ('vllm-omni-patch status' shows where). Set {flags.SWITCH.name} before Python starts.",
         )
+
+    def _warn_of_removed(self) -> None:
+        """Say what replaced a setting that is still set and is gone: once for an engine, in its first process."""
+        if metrics.is_multiprocessing_child() or ledger.role() in ("model inspection", "ray worker"):
+            return
+        for line in flags.removed_in(discover.all_flags(self.found), discover.all_removed(self.found)):
+            self._say(logging.WARNING, line)
 
     def _enter(self, patch: Patch) -> None:
         patch = replace(patch, targets=tuple(target for target in patch.targets if self._is_wanted(patch, target)))

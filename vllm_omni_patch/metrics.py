@@ -107,7 +107,7 @@ def start() -> None:
     except OSError as error:
         ledger.say(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
     atexit.register(_at_exit)
-    if _is_multiprocessing_child():
+    if is_multiprocessing_child():
         _finalize()
     _finalize_children()
 
@@ -138,10 +138,11 @@ def _is_of_another_server(path: str) -> bool:
     """
     name = os.path.basename(path.rstrip("/"))
     made_by_another = name.startswith(_start()) and not name.startswith(f"{_start()}{os.getpid()}-")
-    return made_by_another and ledger.role() == "api server" and not _is_multiprocessing_child()
+    return made_by_another and ledger.role() == "api server" and not is_multiprocessing_child()
 
 
-def _is_multiprocessing_child() -> bool:
+def is_multiprocessing_child() -> bool:
+    """Whether this process was started by another one of the engine through multiprocessing."""
     process = sys.modules.get("multiprocessing.process")
     if process is None:
         return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_omni_patch.flags import Flag, read
+from vllm_omni_patch.flags import Flag, Removed, read
 
 Effect = Literal["adds", "reports", "changes"]
 ParameterKind = Literal["positional", "positional_or_keyword", "keyword_only", "var_positional", "var_keyword"]
@@ -123,6 +123,7 @@ class Patch:
     written by ``vllm-omni-patch matrix --update --patch NAME``. Empty: the one that comes with this package.
     ``uses``: what the patch calls in other packages without hooking it (``install`` is empty). The matrix judges it by
     its contract like a target; the loader leaves it alone.
+    ``removed``: variables that the patch had once; where one is still set, the loader says what replaced it.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Patch:
     flags: tuple[Flag, ...] = ()
     matrix: str = ""
     uses: tuple[Target, ...] = ()
+    removed: tuple[Removed, ...] = ()
 
 
 @dataclass

@@ -471,6 +471,40 @@ def test_nonsense_in_a_declaration_ends_nothing(probe: House, source: str, words
     assert words in reason
 
 
+REMOVED = """
+            from dataclasses import replace
+            from vllm_omni_patch.flags import Removed
+            PATCH = replace(PATCH, removed=(Removed("VLLM_OMNI_PATCH_PROBE_OLD", "Use VLLM_OMNI_PATCH_PROBE_SIZE."),))
+"""
+
+
+def test_a_setting_that_is_gone_is_one_warning_of_the_first_process(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD], extra=REMOVED)
+    house.write("vllm/envs.py", "environment_variables = {}\n")
+    done = house.run(
+        """
+        import multiprocessing
+        def work(queue):
+            import vllm.envs, vllm.worker
+            queue.put("VLLM_OMNI_PATCH_PROBE_OLD" in vllm.envs.environment_variables)
+        if __name__ == "__main__":
+            import vllm.envs
+            context = multiprocessing.get_context("spawn")
+            queue = context.Queue()
+            child = context.Process(target=work, args=(queue,), name="Worker-1")
+            child.start()
+            # vLLM does not call it unknown, in any process.
+            show(["VLLM_OMNI_PATCH_PROBE_OLD" in vllm.envs.environment_variables, queue.get(timeout=60)])
+            child.join()
+    """,
+        VLLM_OMNI_PATCH_PROBE_OLD="7",
+    )
+    assert done.value == [True, True]
+    lines = [line for line in done.err.splitlines() if "PROBE_OLD" in line]
+    assert len(lines) == 1 and "it is ignored. Use VLLM_OMNI_PATCH_PROBE_SIZE." in lines[0], done.err
+    assert not house.run("import vllm.worker").err
+
+
 def test_a_broken_patch_that_nobody_asked_for_is_not_mentioned(probe: House) -> None:
     probe.write("ghost/__init__.py", "raise RuntimeError\n")
     probe.distribution("ghost-dist", "1.0", {"vllm_omni_patch.patches": {"ghost": "ghost:PATCH"}})
