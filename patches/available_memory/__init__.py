@@ -7,7 +7,7 @@ The declaration only; importing it imports no installer.
 from __future__ import annotations
 
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
-from vllm_omni_patch.patches.available_memory.flags import FLAGS
+from vllm_omni_patch.patches.available_memory.flags import FLAGS, REMOVED
 from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_LAYOUT, NEW_MODULE, OLD_LAYOUT, OLD_MODULE
 
 _ROOM = "vllm_omni_patch.patches.available_memory"
@@ -31,9 +31,9 @@ NEURON_NATIVE_PATH = Native(
 PATCH = Patch(
     name="available_memory",
     summary="A KV budget that is right on Neuron and on a shared GPU, and a report of where the number came from.",
-    why="vllm-neuron 0.1 to 0.5 return the free bytes, or 20 GiB when the query fails, whatever "
-    "gpu_memory_utilization says. vLLM measures the whole device, so a neighbour on the same GPU changes or aborts "
-    "the budget. Nothing shows how the number was made.",
+    why="vllm-neuron 0.1 returns 1 GiB whatever the device has; 0.2 to 0.5 return the free bytes, or 20 GiB when the "
+    "query fails, whatever gpu_memory_utilization says and however many KV blocks exist. vLLM measures the whole "
+    "device, so a neighbour on the same GPU changes or aborts the budget. Nothing shows how the number was made.",
     scope="Wraps determine_available_memory of the Neuron, GPU, CPU, XPU and vLLM-Omni workers. GPU budgets stay "
     "vLLM's own unless VLLM_OMNI_PATCH_GPU_BUDGET asks otherwise.",
     fragility="Reads worker attributes (cache_config, model_runner, vllm_config) that are not a public interface; "
@@ -126,4 +126,5 @@ PATCH = Patch(
         ),
     ),
     flags=FLAGS,
+    removed=REMOVED,
 )

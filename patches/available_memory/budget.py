@@ -120,23 +120,6 @@ def describe(terms: KvBudget, total_hbm_bytes: int, bytes_used: int, gmu: float,
     )
 
 
-def headroom_kv_budget(core_hbm_bytes: int, weight_bytes: int, headroom_bytes: int) -> int:
-    """``max(core_hbm_bytes - weight_bytes - headroom_bytes, 0)``: neither utilisation nor cap.
-
-    Source: the headroom mode described for Neuron SDK 2.33; ``headroom_bytes`` stands for scratchpad, code, DMA rings
-    and runtime data of one logical core.
-
-    Raises:
-        ValueError: an argument is negative, or there is no HBM.
-    """
-    if core_hbm_bytes <= 0 or weight_bytes < 0 or headroom_bytes < 0:
-        raise ValueError(
-            "Headroom budget needs HBM above 0 and no negative term. "
-            f"Got HBM {core_hbm_bytes}, weights {weight_bytes}, headroom {headroom_bytes} bytes."
-        )
-    return max(core_hbm_bytes - weight_bytes - headroom_bytes, 0)
-
-
 def needed_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
     """Blocks that ``max_num_seqs`` requests of ``max_model_len`` tokens fill, and the null block that vLLM keeps.
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-omni-patch memory``: the reports of the workers as text, JSON or a picture. Imports neither vLLM nor torch.
-
-``memory REPORT_DIR`` shows a folder; ``memory calibrate LOG...`` is the Neuron calibration.
-"""
+"""``vllm-omni-patch memory``: the reports of the workers as text, JSON or a picture. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -12,32 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
 
 from vllm_omni_patch.patches.available_memory import picture
-from vllm_omni_patch.patches.available_memory.calibrate_cli import calibrate
 from vllm_omni_patch.patches.available_memory.report import as_text
 
-
-class _ShowsByDefault(typer.core.TyperGroup):
-    """``memory DIR`` is ``memory show DIR``: a first word that is no command begins the arguments of ``show``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["show", *args]
-        return super().parse_args(ctx, args)
+app = typer.Typer(add_completion=False)
 
 
-app = typer.Typer(
-    cls=_ShowsByDefault,
-    no_args_is_help=True,
-    add_completion=False,
-    help="The KV cache budget of every worker: 'memory REPORT_DIR' shows it, 'memory calibrate' is for Neuron.",
-)
-app.command("calibrate")(calibrate)
-
-
-@app.command()
+@app.command(no_args_is_help=True)
 def show(
     report_dir: Annotated[Path, typer.Argument(help="The folder that VLLM_OMNI_PATCH_REPORT_DIR was set to.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from vllm_omni_patch.flags import Flag
+from vllm_omni_patch.flags import Flag, Removed
 
 CAP_FRACTION = Flag(
     "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION",
     "float",
     0.30,
-    "Neuron: the largest part of the GMU budget (HBM x gpu_memory_utilization) that KV may take. Set, it also wins "
-    "over a calibration file.",
+    "Neuron: the largest part of the GMU budget (HBM x gpu_memory_utilization) that KV may take.",
     minimum=0,
     exclusive_minimum=True,
     maximum=1,
@@ -62,29 +61,29 @@ VIRTUAL_CORE_SIZE = Flag(
     accepts="1 or 2",
 )
 
+COMPILED_ARTIFACTS = Flag(
+    "NEURON_COMPILED_ARTIFACTS",
+    "str",
+    "",
+    "Neuron: folder of the compiled programs. What the KV budget was made of is left there for the other side (compile "
+    "host or device) to compare.",
+)
+COMPILE_CACHE_URL = Flag(
+    "NEURON_COMPILE_CACHE_URL",
+    "str",
+    "",
+    "Neuron: folder of the compiler's cache; used in the same way where NEURON_COMPILED_ARTIFACTS is unset. What is "
+    "behind an s3:// address cannot be compared.",
+)
+
 POLICY = Flag(
     "VLLM_OMNI_PATCH_NEURON_POLICY",
     "choice",
     "cap",
     "How the Neuron budget is made. cap: GMU budget less model bytes, at most the cap fraction. need: the same, and "
-    "never more than max_num_seqs * ceil(max_model_len / block_size) + 1 blocks. headroom: HBM less model bytes less "
-    "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB; gpu_memory_utilization and the cap are not used.",
-    choices=("cap", "need", "headroom"),
-)
-HEADROOM_GIB = Flag(
-    "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB",
-    "float",
-    None,
-    "Bytes, in GiB per logical core, kept for scratchpad, compiled code, DMA rings and runtime data under the headroom "
-    "policy, which needs it; 0 is a value like any other.",
-    minimum=0,
-)
-CALIBRATION = Flag(
-    "VLLM_OMNI_PATCH_NEURON_CALIBRATION",
-    "path",
-    "",
-    "Calibration file written by 'vllm-omni-patch memory calibrate': the cap fraction that compiled, per model and "
-    "platform.",
+    "never more than max_num_seqs * ceil(max_model_len / block_size) + 1 blocks.",
+    choices=("cap", "need"),
+    removed_choices=(("headroom", f"Set {CAP_FRACTION.name} for the room that KV may take."),),
 )
 UNIQUE_STORAGE = Flag(
     "VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE",
@@ -98,7 +97,8 @@ USED_BYTES = Flag(
     "choice",
     "auto",
     "What counts as used on the device. model: parameters and buffers of the model. runtime: what the Neuron runtime "
-    "reports. auto: model, or runtime where the host model has no parameters (NxD Inference).",
+    "reports, KV that is laid out already included. auto: model; where the inference library has laid out KV while "
+    "the model loaded, its blocks are the budget and nothing is subtracted.",
     choices=("auto", "model", "runtime"),
 )
 LNC1_FAIR_SHARE = Flag(
@@ -124,13 +124,18 @@ NEURON_FLAGS = (
     PLATFORM_TARGET,
     LOGICAL_NC_CONFIG,
     VIRTUAL_CORE_SIZE,
+    COMPILED_ARTIFACTS,
+    COMPILE_CACHE_URL,
     POLICY,
-    HEADROOM_GIB,
-    CALIBRATION,
     UNIQUE_STORAGE,
     USED_BYTES,
     LNC1_FAIR_SHARE,
     HOST_REPLICAS,
+)
+
+REMOVED = (
+    Removed("VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB", f"Set {CAP_FRACTION.name} for the room that KV may take."),
+    Removed("VLLM_OMNI_PATCH_NEURON_CALIBRATION", f"Set {CAP_FRACTION.name} to the cap fraction that compiled."),
 )
 
 GPU_BUDGET = Flag(

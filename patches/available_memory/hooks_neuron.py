@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook on vllm-neuron's worker (plugin releases 0.1 to 0.5).
 
-Those return the free bytes and, when anything fails, 20 GiB; an error of ours is therefore raised, never handed back
-to the original to be answered with a guess.
+Release 0.1 returns 1 GiB whatever the device has; the others the free bytes and, when anything fails, 20 GiB. An error
+of ours is therefore raised, never handed back to the original to be answered with a guess.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.available_memory import calibrate, neuron, neuron_logs
+from vllm_omni_patch.patches.available_memory import neuron, neuron_laid_out, neuron_record
 from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_MODULE
 
 logger = ledger.logger("memory")
@@ -24,6 +23,7 @@ NATIVE_SIGNS = ("_compute_kv_budget", "_get_kv_cap_fraction")
 # Plugin 0.5: block-KV layouts ask the one, contiguous layouts the other.
 FREE_BYTES_METHOD = "_query_runtime_memory"
 CONTIGUOUS_METHOD = "_calculate_contiguous_kv_memory"
+EXPLICIT = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 # The packages that register torch.classes.neuron, older and newer.
 RUNTIME_PACKAGES = ("torch_neuronx", "libtorch_neuronx_lite")
 
@@ -49,7 +49,7 @@ def _determine_available_memory(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if not hasattr(type(instance), CONTIGUOUS_METHOD):
-        return _report(instance, _decide(instance))
+        return _settle(instance, _decide(instance, lambda: wrapped(*args, **kwargs)))
     with _free_bytes_replaced(instance) as seen:
         stock = wrapped(*args, **kwargs)
     if seen.error is not None:
@@ -63,7 +63,8 @@ def _determine_available_memory(
         seen.budget.warnings.append(f"The worker lowered the KV budget from {seen.budget.available} to {stock} bytes.")
         seen.budget.available = stock
         seen.budget.follows_utilization = False
-    return _report(instance, seen.budget)
+        seen.budget.at_total = None
+    return _settle(instance, seen.budget)
 
 
 class _Seen:
@@ -83,10 +84,11 @@ def _free_bytes_replaced(instance: Any) -> Iterator[_Seen]:
     block-KV branch asks. That is how the branches are told apart without knowing which attribute decides.
     """
     seen = _Seen()
+    original = getattr(instance, FREE_BYTES_METHOD)
 
     def free_bytes(*args: Any, **kwargs: Any) -> int:
         try:
-            seen.budget = _decide(instance)
+            seen.budget = _decide(instance, lambda: original(*args, **kwargs))
             return seen.budget.available
         except Exception as error:
             seen.error = error
@@ -111,9 +113,11 @@ def _free_bytes_replaced(instance: Any) -> Iterator[_Seen]:
                 delattr(instance, name)
 
 
-def _decide(worker: Any) -> neuron.NeuronBudget:
+def _decide(worker: Any, own_number: Callable[[], int]) -> neuron.NeuronBudget:
     try:
-        return neuron.decide(view_of(worker), runtime_stats)
+        view = view_of(worker)
+        view.own_number = own_number
+        return neuron.decide(view, runtime_stats)
     except (RuntimeError, ValueError):
         raise
     except Exception as error:
@@ -176,11 +180,18 @@ def view_of(worker: Any) -> neuron.WorkerView:
         max_num_seqs=int(getattr(scheduler, "max_num_seqs", 0) or 0),
         max_model_len=int(getattr(model_config, "max_model_len", 0) or 0),
         kv_layers=lambda: kv_layers(worker.get_kv_cache_spec()),
-        architecture=_architecture(model_config),
-        quantization=str(getattr(model_config, "quantization", None) or "none"),
-        tensor_parallel_size=int(getattr(parallel, "tensor_parallel_size", 1)),
-        compiler=_compiler(),
+        laid_out=lambda: _laid_out(worker),
     )
+
+
+def _laid_out(worker: Any) -> neuron.LaidOut | None:
+    """The KV that the worker's model has laid out; ``None`` where that, or vLLM's block, is not known."""
+    try:
+        size, block = kv_layers(worker.get_kv_cache_spec())
+        seqs, longest = int(worker.scheduler_config.max_num_seqs), int(worker.model_config.max_model_len)
+    except Exception:
+        return None
+    return neuron_laid_out.laid_out(worker.model_runner.model, size, block, seqs, longest)
 
 
 def kv_layers(specs: dict[str, Any]) -> tuple[int, int]:
@@ -215,16 +226,80 @@ def _replicas(parallel: Any) -> tuple[int, str]:
     return max(int(getattr(parallel, name, 1) or 1), 1), f"parallel_config.{name}"
 
 
-def _architecture(model_config: Any) -> str:
-    names = getattr(getattr(model_config, "hf_config", None), "architectures", None)
-    return str(names[0]) if names else calibrate.UNKNOWN
+# What the compiled program of a model depends on beside the KV blocks, by the names of Hugging Face configurations. Two
+# models of one shape compile to one program.
+SHAPE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_experts",
+    "num_local_experts",
+)
 
 
-def _compiler() -> str:
+def program_of(worker: Any) -> dict[str, Any]:
+    """What tells one compiled program from another: the model's shape and what vLLM was started with."""
+    model, cache, parallel = worker.model_config, worker.cache_config, worker.parallel_config
+    hf_config = getattr(model, "hf_config", None)
+    shape = getattr(hf_config, "text_config", None) or hf_config
+    speculative = getattr(getattr(worker, "vllm_config", None), "speculative_config", None)
+    return {
+        "architectures": list(getattr(hf_config, "architectures", None) or []),
+        **{name: getattr(shape, name, None) for name in SHAPE},
+        "dtype": str(getattr(model, "dtype", None)),
+        "quantization": str(getattr(model, "quantization", None) or "none"),
+        "kv_cache_dtype": str(getattr(cache, "cache_dtype", None)),
+        "block_size": getattr(cache, "block_size", None),
+        "tensor_parallel_size": getattr(parallel, "tensor_parallel_size", None),
+        "pipeline_parallel_size": getattr(parallel, "pipeline_parallel_size", None),
+        "rank": getattr(worker, "rank", None),
+        "max_model_len": getattr(model, "max_model_len", None),
+        "max_num_seqs": getattr(getattr(worker, "scheduler_config", None), "max_num_seqs", None),
+        "speculative_tokens": getattr(speculative, "num_speculative_tokens", None),
+    }
+
+
+def _settle(worker: Any, budget: neuron.NeuronBudget) -> int:
+    """Compare with the other side, log and report ``budget``; returns its bytes.
+
+    Raises:
+        SidesDifferError: the other side was there and planned other KV blocks.
+    """
     try:
-        return importlib.metadata.version("neuronx-cc")
-    except importlib.metadata.PackageNotFoundError:
-        return calibrate.UNKNOWN
+        _compare(worker, budget)
+    except neuron_record.SidesDifferError:
+        raise
+    except Exception as error:
+        budget.warnings.append(
+            f"The KV blocks of compile host and device were not compared ({type(error).__name__}: {error})."
+        )
+    return _report(worker, budget)
+
+
+def _compare(worker: Any, budget: neuron.NeuronBudget) -> None:
+    if not budget.side:
+        return
+    blocks, block = _blocks(worker, budget)
+    numbers = {item.name: item.value for item in budget.inputs}
+    names = ("platform", "gpu_memory_utilization", "cap_fraction", "weights", "needed_blocks", *EXPLICIT)
+    made_of = {name: numbers[name] for name in names if name in numbers}
+    plan = neuron_record.Plan(
+        budget.side,
+        budget.available,
+        blocks,
+        None if any(name in numbers for name in EXPLICIT) else numbers.get("device_total"),
+        {"policy": budget.policy, **made_of, "block": block},
+    )
+    where = neuron_record.place(str(getattr(worker.model_config, "model", "")))
+    done = neuron_record.exchange(plan, budget.at_total, program_of(worker), where)
+    budget.warnings += done.warnings
+    for line in done.notes:
+        logger.info("%s", line)
 
 
 def _report(worker: Any, budget: neuron.NeuronBudget) -> int:
@@ -232,20 +307,6 @@ def _report(worker: Any, budget: neuron.NeuronBudget) -> int:
     try:
         for line in budget.warnings:
             logger.warning("%s", line)
-        if budget.key is not None and budget.total_budget is not None:
-            utilization = float(worker.cache_config.gpu_memory_utilization)
-            logger.info(
-                "%s",
-                neuron_logs.budget_line(
-                    budget.key,
-                    budget.available,
-                    budget.total_budget,
-                    budget.minimum,
-                    budget.cap,
-                    budget.policy,
-                    utilization,
-                ),
-            )
         _emit(worker, budget)
     except Exception as error:
         _say(error)

@@ -4,6 +4,10 @@
 Order and formula are those of the determine_available_memory design, section 4: compile host, then CPU mode, then
 device. What section 3 of that page says about the bytes in use differs, and is not what was released.
 
+The plugin's releases 0.1 to 0.5 load models through NxD Inference, which compiles and lays out KV while it loads them.
+There is nothing left to decide there: the blocks that exist are the budget, and cap and minimum would only stop a start
+that works.
+
 Nothing here touches vLLM: the hook hands over a :class:`WorkerView`. The Neuron runtime and the host's files come in
 as arguments, too.
 """
@@ -12,11 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.patches.available_memory import budget, calibrate
+from vllm_omni_patch.patches.available_memory import budget
 from vllm_omni_patch.patches.available_memory import flags as settings
 from vllm_omni_patch.patches.available_memory.budget import GIB
 from vllm_omni_patch.patches.available_memory.host import host_memory
@@ -29,13 +33,26 @@ from vllm_omni_patch.patches.available_memory.report import Input
 GAP_WORTH_A_NOTE = GIB
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """KV that the inference library has laid out already: ``blocks`` that vLLM may use, of ``block_bytes`` each as
+    vLLM divides a budget. ``warning`` is for the log; empty when all is well.
+    """
+
+    blocks: int
+    block_bytes: int
+    source: str
+    warning: str = ""
+
+
 @dataclass
 class WorkerView:
     """What a worker and its vLLM config say. Sizes in bytes, lengths in tokens.
 
     ``local_workers`` is the number of workers of this engine on this host and ``replicas`` the number of engines
     there; each comes with the words for its source. ``kv_layers`` returns (block size in tokens, bytes of one block
-    over all layers) and is only called under the ``need`` policy.
+    over all layers) and is only called under the ``need`` policy. ``laid_out`` returns the KV that the model has
+    laid out while it loaded, ``None`` where it does not tell; ``own_number`` what the worker itself would answer.
     """
 
     gpu_memory_utilization: float
@@ -50,18 +67,16 @@ class WorkerView:
     max_num_seqs: int = 0
     max_model_len: int = 0
     kv_layers: Callable[[], tuple[int, int]] | None = None
-    architecture: str = calibrate.UNKNOWN
-    quantization: str = "none"
-    tensor_parallel_size: int = 1
-    compiler: str = calibrate.UNKNOWN
+    laid_out: Callable[[], LaidOut | None] = lambda: None
+    own_number: Callable[[], int] | None = None
 
 
 @dataclass
 class NeuronBudget:
     """``available`` bytes of KV, the rule that made them, and every number on the way.
 
-    ``total_budget`` is HBM x gpu_memory_utilization (``None`` where no such product was made), ``cap`` the cap fraction
-    that was used, ``key`` what a calibration of this run would hold for. ``warnings`` are for the log.
+    ``warnings`` are for the log. ``side`` is ``"compile host"`` or ``"device"`` where programs may be compiled on the
+    one for the other, and empty otherwise; ``at_total`` then gives the budget of the same settings at another HBM size.
     """
 
     available: int
@@ -69,11 +84,9 @@ class NeuronBudget:
     formula: str
     inputs: list[Input] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    total_budget: int | None = None
-    cap: float | None = None
-    minimum: int = 0
-    key: calibrate.Key | None = None
     follows_utilization: bool = False
+    side: str = ""
+    at_total: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,15 +94,12 @@ class Settings:
     """The environment, read once per decision."""
 
     cap: float
-    cap_is_set: bool
     minimum: int
     cpu_compile: bool
     cpu_mode: bool
     target: str
     lnc: int | None
     policy: str
-    headroom: int | None
-    calibration: str
     unique_storage: bool
     used_from: str
     fair_share: bool
@@ -101,7 +111,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     Raises:
         FlagError: a value is not accepted; it is a ``RuntimeError`` and a ``ValueError``.
-        RuntimeError: two settings exclude each other, or one needs another.
+        RuntimeError: two settings exclude each other.
     """
     environ = os.environ if environ is None else environ
 
@@ -110,18 +120,14 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     lnc = read(settings.LOGICAL_NC_CONFIG)
     older = read(settings.VIRTUAL_CORE_SIZE)
-    headroom = read(settings.HEADROOM_GIB)
     result = Settings(
         cap=read(settings.CAP_FRACTION),
-        cap_is_set=bool(environ.get(settings.CAP_FRACTION.name, "").strip()),
         minimum=max(int(read(settings.MIN_BUDGET_GIB) * GIB), 0),
         cpu_compile=read(settings.CPU_COMPILE),
         cpu_mode=read(settings.CPU_MODE),
         target=read(settings.PLATFORM_TARGET),
         lnc=older if lnc is None else lnc,
         policy=read(settings.POLICY),
-        headroom=None if headroom is None else int(headroom * GIB),
-        calibration=read(settings.CALIBRATION),
         unique_storage=read(settings.UNIQUE_STORAGE),
         used_from=read(settings.USED_BYTES),
         fair_share=read(settings.LNC1_FAIR_SHARE),
@@ -129,10 +135,6 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     )
     if result.cpu_compile and result.cpu_mode:
         raise RuntimeError("VLLM_NEURON_CPU_COMPILE and VLLM_NEURON_CPU_MODE exclude each other; unset one of them.")
-    if result.policy == "headroom" and result.headroom is None:
-        raise RuntimeError(
-            f"{settings.POLICY.name}=headroom needs {settings.HEADROOM_GIB.name}, in GiB per logical core (0 too)."
-        )
     return result
 
 
@@ -155,34 +157,38 @@ def decide(
             the budget is below the minimum. The text names the number or the variable.
     """
     if view.kv_cache_memory_bytes:
-        return NeuronBudget(
-            int(view.kv_cache_memory_bytes),
-            "explicit",
-            "kv_cache_memory_bytes",
-            [Input("kv_cache_memory_bytes", int(view.kv_cache_memory_bytes), "cache_config", "configured")],
-        )
+        return _explicit_bytes(view, int(view.kv_cache_memory_bytes), environ)
     env = read_settings(environ)
     if env.cpu_mode:
         return _cpu_mode(view, env, host_root)
+    laid_out = view.laid_out() if env.used_from == "auto" and not env.cpu_compile else None
+    if laid_out is not None:
+        return _laid_out(view, env, laid_out, runtime_stats)
     inputs: list[Input] = []
     warnings: list[str] = []
     if env.cpu_compile:
         hbm = static_core_hbm(env.target, env.lnc, env.fair_share)
         if view.num_gpu_blocks_override is not None:
-            return _explicit_blocks(view, hbm.bytes, "device_total", [Input("device_total", hbm.bytes, hbm.source)])
+            inputs.append(Input("device_total", hbm.bytes, hbm.source))
+            return _explicit_blocks(view, hbm.bytes, "device_total", inputs, "compile host")
         used = _used_without_device(view, env, inputs)
     else:
         runtime_used, runtime_free = usable_stats(runtime_stats())
         inputs.append(Input.measured("runtime_used", runtime_used, "get_vnc_memory_stats"))
         inputs.append(Input.measured("device_free", runtime_free, "get_vnc_memory_stats"))
         if view.num_gpu_blocks_override is not None:
-            return _explicit_blocks(view, runtime_free, "device_free", inputs)
+            return _explicit_blocks(view, runtime_free, "device_free", inputs, "device")
+        known = _used_on_device(view, env, runtime_used, inputs, warnings)
+        if known is None:
+            return _own_number(view, runtime_used, runtime_free, inputs)
+        used = known
         hbm = device_core_hbm(runtime_used + runtime_free, env.target, env.lnc, env.fair_share)
-        used = _used_on_device(view, env, runtime_used, inputs, warnings)
     if hbm.warning:
         warnings.append(hbm.warning)
     inputs.insert(0, Input("device_total", hbm.bytes, hbm.source, "configured" if env.cpu_compile else "measured"))
-    result = _by_policy(view, env, hbm, used)
+    result = _capped(view, env, hbm, used)
+    result.side = "compile host" if env.cpu_compile else "device"
+    result.at_total = lambda total: _capped(view, env, replace(hbm, bytes=total), used).available
     result.inputs = inputs + result.inputs
     result.warnings = warnings + result.warnings
     return result
@@ -206,11 +212,79 @@ def usable_stats(stats: Any) -> tuple[int, int]:
     return used, free
 
 
-def _explicit_blocks(view: WorkerView, available: int, formula: str, inputs: list[Input]) -> NeuronBudget:
+def _explicit_bytes(view: WorkerView, available: int, environ: Mapping[str, str] | None) -> NeuronBudget:
+    """No other setting counts, a bad one neither."""
+    source = Input("kv_cache_memory_bytes", available, "cache_config", "configured")
+    result = NeuronBudget(available, "explicit", "kv_cache_memory_bytes", [source])
+    try:
+        compiles, on_host = (flags.read(flag, environ) for flag in (settings.CPU_COMPILE, settings.CPU_MODE))
+    except flags.FlagError:
+        return result
+    laid_out = None if compiles or on_host else view.laid_out()
+    if laid_out is not None:
+        result.warnings = _beyond("kv_cache_memory_bytes", available // laid_out.block_bytes, laid_out)
+    elif not on_host:
+        result.side = "compile host" if compiles else "device"
+    return result
+
+
+def _beyond(setting: str, blocks: int, laid_out: LaidOut) -> list[str]:
+    if blocks <= laid_out.blocks:
+        return []
+    return [
+        f"{setting} asks for {blocks} KV blocks and the compiled model has {laid_out.blocks}: what vLLM puts into the "
+        "others is lost. Set the same number as when it was compiled, or compile again."
+    ]
+
+
+def _laid_out(view: WorkerView, env: Settings, laid_out: LaidOut, runtime_stats: RuntimeStats) -> NeuronBudget:
+    """The blocks that exist are the budget: fewer would free nothing, more would be written beside them.
+
+    The runtime is asked for the report's sake. That it cannot answer changes nothing here.
+    """
+    inputs: list[Input] = []
+    try:
+        used, free = usable_stats(runtime_stats())
+        inputs.append(Input.measured("runtime_used", used, "get_vnc_memory_stats, laid out KV included"))
+        inputs.append(Input.measured("device_free", free, "get_vnc_memory_stats"))
+        inputs.append(Input.measured("device_total", used + free, "Neuron runtime, used + free"))
+    except RuntimeError as error:
+        inputs.append(Input.unknown("runtime_used", str(error)))
+    inputs.append(Input("laid_out_blocks", laid_out.blocks, laid_out.source, "configured", "blocks"))
+    inputs.append(Input("block", laid_out.block_bytes, "get_kv_cache_spec, all layers", "configured"))
+    override = view.num_gpu_blocks_override
+    if override is not None:
+        result = _explicit_blocks(view, override * laid_out.block_bytes, "num_gpu_blocks_override * block", inputs)
+        result.warnings = _beyond("num_gpu_blocks_override", override, laid_out)
+        return result
+    available = laid_out.blocks * laid_out.block_bytes
+    formula = "laid_out_blocks * block"
+    if env.policy == "need":
+        need, need_inputs = _need(view)
+        inputs += need_inputs
+        available, formula = min(available, need), f"min({formula}, need)"
+    return NeuronBudget(available, "laid out", formula, inputs, [laid_out.warning] if laid_out.warning else [])
+
+
+def _own_number(view: WorkerView, used: int, free: int, inputs: list[Input]) -> NeuronBudget:
+    """What stock would answer: how much of ``used`` is KV that is laid out already is not known."""
+    number = free if view.own_number is None else int(view.own_number())
+    warning = (
+        f"The model has no parameters on this host and does not tell its KV layout, so the {used} bytes in use cannot "
+        f"be split into model and KV; the worker's own number, {number} bytes, is used. Set --num-gpu-blocks-override "
+        f"to the blocks that were compiled, or {settings.USED_BYTES.name}=runtime to subtract all bytes in use."
+    )
+    inputs.append(Input.unknown("weights", "the host model has no parameters (NxD Inference)"))
+    return NeuronBudget(number, "stock", "the worker's own number", inputs, [warning])
+
+
+def _explicit_blocks(
+    view: WorkerView, available: int, formula: str, inputs: list[Input], side: str = ""
+) -> NeuronBudget:
     """The number of blocks is set by hand: vLLM compares ``available`` with the need of one request and uses it for
     nothing else, so a cap or a minimum would only refuse what was asked for by name."""
     source = Input("num_gpu_blocks_override", view.num_gpu_blocks_override, "cache_config", "configured", "blocks")
-    return NeuronBudget(available, "explicit blocks", formula, [*inputs, source])
+    return NeuronBudget(available, "explicit blocks", formula, [*inputs, source], side=side)
 
 
 def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -> int:
@@ -232,7 +306,8 @@ def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -
 
 def _used_on_device(
     view: WorkerView, env: Settings, runtime_used: int, inputs: list[Input], warnings: list[str]
-) -> int:
+) -> int | None:
+    """Bytes of the model, or of all that is in use where that is asked for; ``None`` where neither may be said."""
     counted = None if env.used_from == "runtime" else _count(view, env)
     if counted is not None and (counted.parameters > 0 or env.used_from == "model"):
         inputs.append(Input.measured("weights", counted.total, counted.source))
@@ -245,8 +320,9 @@ def _used_on_device(
         return counted.total
     if env.used_from == "model":
         raise RuntimeError(f"{settings.USED_BYTES.name}=model, but {type(view.model).__name__} has no parameters.")
-    why = "as set" if env.used_from == "runtime" else "the host model has no parameters (NxD Inference)"
-    inputs.append(Input.measured("weights", runtime_used, f"bytes in use by the Neuron runtime; {why}"))
+    if env.used_from == "auto":
+        return None
+    inputs.append(Input.measured("weights", runtime_used, "bytes in use by the Neuron runtime; as set"))
     return runtime_used
 
 
@@ -258,88 +334,29 @@ def _count(view: WorkerView, env: Settings) -> ModelBytes | None:
         return None
 
 
-def _by_policy(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> NeuronBudget:
+def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> NeuronBudget:
     gmu = view.gpu_memory_utilization
-    key = calibrate.Key(
-        view.architecture,
-        view.quantization,
-        view.tensor_parallel_size,
-        calibrate.UNKNOWN if hbm.lnc is None else hbm.lnc,
-        calibrate.UNKNOWN if hbm.platform is None else hbm.platform.family,
-        view.compiler,
-    )
-    if env.policy == "headroom":
-        headroom = env.headroom or 0
-        available = budget.headroom_kv_budget(hbm.bytes, used, headroom)
-        detail = f"HBM {hbm.bytes}, weights {used}, headroom {headroom} bytes ({settings.HEADROOM_GIB.name})."
-        return NeuronBudget(
-            budget.check_minimum(available, env.minimum, detail),
-            "headroom",
-            "max(device_total - weights - headroom, 0)",
-            [Input("headroom", headroom, settings.HEADROOM_GIB.name, "configured")],
-            total_budget=hbm.bytes,
-            minimum=env.minimum,
-            key=key,
-        )
-    return _capped(view, env, hbm, used, gmu, key)
-
-
-def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int, gmu: float, key: calibrate.Key) -> NeuronBudget:
-    cap, limit, cap_source, warnings = _cap(env, key)
-    terms = budget.split_kv_budget(hbm.bytes, used, gmu, cap)
-    available = terms.available if limit is None else min(terms.available, limit)
-    detail = budget.describe(terms, hbm.bytes, used, gmu, cap)
-    budget.check_minimum(available, env.minimum, detail)
+    terms = budget.split_kv_budget(hbm.bytes, used, gmu, env.cap)
+    detail = budget.describe(terms, hbm.bytes, used, gmu, env.cap)
+    available = budget.check_minimum(terms.available, env.minimum, detail)
     inputs = [
         Input("gpu_memory_utilization", gmu, "cache_config", "configured", "ratio"),
         Input("requested", terms.total_budget, "int(device_total * gpu_memory_utilization)", "configured"),
-        Input("cap_fraction", cap, cap_source, "configured", "ratio"),
+        Input("cap_fraction", env.cap, settings.CAP_FRACTION.name, "configured", "ratio"),
         Input("cap", terms.heuristic_cap, "int(requested * cap_fraction)", "configured"),
         Input("minimum", env.minimum, settings.MIN_BUDGET_GIB.name, "configured"),
     ]
+    if hbm.platform is not None:
+        inputs.append(Input("platform", hbm.platform.family, "the table of HBM sizes", "configured", "text"))
     formula = "min(max(requested - weights, 0), cap)"
-    if limit is not None:
-        inputs.append(Input("calibrated_limit", limit, cap_source, "configured"))
-        formula = formula[:-1] + ", calibrated_limit)"
-    bound = terms.bound_by == "used" and available == terms.user_budget
+    bound = terms.bound_by == "used"
     if env.policy == "need":
-        need, need_input = _need(view)
-        inputs += need_input
+        need, need_inputs = _need(view)
+        inputs += need_inputs
         bound = bound and need >= available
         available = min(available, need)
         formula = f"min({formula}, need)"
-    return NeuronBudget(
-        available,
-        "calibrated" if limit is not None and env.policy == "cap" else env.policy,
-        formula,
-        inputs,
-        warnings,
-        terms.total_budget,
-        cap,
-        env.minimum,
-        key,
-        bound,
-    )
-
-
-def _cap(env: Settings, key: calibrate.Key) -> tuple[float, int | None, str, list[str]]:
-    """Cap fraction, calibrated limit in bytes (``None`` without), the words for their source, warnings."""
-    name = settings.CAP_FRACTION.name
-    if env.cap_is_set:
-        return env.cap, None, name, []
-    if not env.calibration:
-        return env.cap, None, f"{name}, its default", []
-    rows, digest = calibrate.load(env.calibration)
-    row = calibrate.find(rows, key)
-    if row is None:
-        return (
-            env.cap,
-            None,
-            f"{name}, its default",
-            [f"{env.calibration} has no row for {key}; the default cap fraction {env.cap:g} is used."],
-        )
-    # The bytes bound as well: a higher utilisation later must not turn the same fraction into more KV than compiled.
-    return row.cap, row.kv_bytes, f"calibration file {env.calibration} ({digest})", []
+    return NeuronBudget(available, env.policy, formula, inputs, follows_utilization=bound)
 
 
 def _need(view: WorkerView) -> tuple[int, list[Input]]:
@@ -378,5 +395,4 @@ def _cpu_mode(view: WorkerView, env: Settings, host_root: str | os.PathLike[str]
         "int(int(host_available // (local_workers * replicas) * gpu_memory_utilization) * cap_fraction)",
         inputs,
         memory.notes,
-        cap=env.cap,
     )

@@ -106,8 +106,11 @@ def planned_blocks(config: Any, worker: Any, available: int) -> int:
 def test_what_is_read_from_a_real_config(worker_class: Any, checkpoint: str) -> None:
     worker, _ = make(worker_class, checkpoint)
     view = hooks_neuron.view_of(worker)
-    assert view.architecture == "Blip2ForConditionalGeneration"
-    assert (view.quantization, view.tensor_parallel_size) == ("none", 1)
+    program = hooks_neuron.program_of(worker)
+    assert program["architectures"] == ["Blip2ForConditionalGeneration"]
+    assert (program["quantization"], program["tensor_parallel_size"], program["dtype"]) == ("none", 1, "torch.bfloat16")
+    assert (program["max_model_len"], program["max_num_seqs"], program["block_size"]) == (64, 4, BLOCK)
+    assert program["num_hidden_layers"] is not None and program["hidden_size"] is not None
     assert (view.max_num_seqs, view.max_model_len, view.gpu_memory_utilization) == (4, 64, 0.9)
     assert (view.local_workers, view.replicas) == (1, 1)
     assert view.kv_cache_memory_bytes is None and view.num_gpu_blocks_override is None
@@ -140,6 +143,34 @@ def test_compile_host_and_device_plan_the_same_blocks(
     monkeypatch.setenv("VLLM_NEURON_CPU_COMPILE", "1")
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     assert planned_blocks(config, worker, worker.determine_available_memory()) == device == 3317
+
+
+@pytest.mark.parametrize("blocks", [2, 8, 256])
+def test_vllm_plans_the_blocks_that_the_library_laid_out(worker_class: Any, checkpoint: str, blocks: int) -> None:
+    """One request of 64 tokens takes two blocks and vLLM keeps one: its own check passes, however few were laid out."""
+    worker, config = make(worker_class, checkpoint)
+    worker.model_runner.model = torch.nn.Module()
+    worker.model_runner.model.neuron_config = SimpleNamespace(
+        is_block_kv_layout=True, pa_num_blocks=blocks, pa_block_size=BLOCK
+    )
+    assert planned_blocks(config, worker, worker.determine_available_memory()) == max(blocks, 3)
+
+
+def test_the_other_side_stops_before_vllm_plans(
+    worker_class: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NEURON_COMPILED_ARTIFACTS", str(tmp_path / "programs"))
+    worker, config = make(worker_class, checkpoint)
+    with monkeypatch.context() as host:
+        host.setenv("VLLM_NEURON_CPU_COMPILE", "1")
+        host.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+        assert planned_blocks(config, worker, worker.determine_available_memory()) == 3317
+    assert planned_blocks(config, worker, worker.determine_available_memory()) == 3317
+    used = 11 * GIB
+    runtime = neuron_plugin.runtime_of((used, int(23.7 * GIB) - used)).Runtime
+    monkeypatch.setattr(torch.classes.neuron, "Runtime", runtime)
+    with pytest.raises(RuntimeError, match=r"3276 blocks.*3317 blocks"):
+        worker.determine_available_memory()
 
 
 def test_explicit_blocks_pass_vllms_check(worker_class: Any, checkpoint: str) -> None:

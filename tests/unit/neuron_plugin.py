@@ -48,7 +48,15 @@ _COMMON = """
         return self.specs
 """
 
-# Releases 0.1 to 0.4.
+# Release 0.1.0.
+CONSTANT = f"""{_BASE}
+
+class NeuronWorker(WorkerBase):{_COMMON}
+    def determine_available_memory(self):
+        return 1_073_741_824
+"""
+
+# Releases 0.2 to 0.4.
 FREE_OR_20_GIB = f"""{_BASE}
 
 class NeuronWorker(WorkerBase):{_COMMON}

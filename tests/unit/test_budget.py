@@ -118,19 +118,6 @@ def test_no_memory_at_all_is_refused(total: int) -> None:
         compute_kv_budget(total, 0, 0.9)
 
 
-@pytest.mark.parametrize(("headroom", "expected"), [(5 * GIB, 0.88), (0, 5.88)])
-def test_row_35_headroom(headroom: int, expected: float) -> None:
-    available = budget.headroom_kv_budget(TRN2, gib(18.12), headroom)
-    assert available == TRN2 - gib(18.12) - headroom
-    assert available / GIB == pytest.approx(expected, abs=0.005)
-
-
-@pytest.mark.parametrize("arguments", [(0, 0, 0), (TRN2, -1, 0), (TRN2, 0, -1)])
-def test_headroom_refuses_nonsense(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="Headroom budget"):
-        budget.headroom_kv_budget(*arguments)
-
-
 def test_row_36_the_old_constant_is_more_than_the_budget() -> None:
     assert 20 * GIB / compute_kv_budget(TRN2, 10 * GIB, 0.9) == pytest.approx(3.09, abs=0.005)
 
@@ -234,12 +221,6 @@ def test_shares_of_a_host_fit_it_together(host: int, workers: int, gmu: float, c
         assert host // max(workers, 1) == 0
         return
     assert 0 <= share * max(workers, 1) <= host
-
-
-@given(TOTALS, USED, USED)
-def test_headroom_is_bounded(total: int, weights: int, headroom: int) -> None:
-    available = budget.headroom_kv_budget(total, weights, headroom)
-    assert available == 0 or available + weights + headroom == total
 
 
 def test_the_module_imports_neither_torch_nor_vllm() -> None:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from vllm_omni_patch import discover, flags, flags_text
-from vllm_omni_patch.flags import Flag, FlagError, read
+from vllm_omni_patch.flags import Flag, FlagError, Removed, read, removed_in
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,36 @@ def test_the_table_says_the_same_in_every_format() -> None:
     for row in rows:
         assert f"| `{row.name}` | {row.type} |" in markdown
         assert f"{row.name}  [{row.type}]" in text
+
+
+GONE = Removed("VLLM_OMNI_PATCH_OLD", "Use VLLM_OMNI_PATCH_NEW.")
+CHOICE = Flag("VLLM_OMNI_PATCH_KIND", "choice", "a", "", choices=("a", "b"), removed_choices=(("c", "Use b."),))
+
+
+@pytest.mark.parametrize("value", ["c", " C "])
+def test_a_choice_that_is_gone_is_the_default_and_told(value: str) -> None:
+    environ = {CHOICE.name: value}
+    assert read(CHOICE, environ) == "a"
+    assert removed_in([CHOICE], [], environ) == ["VLLM_OMNI_PATCH_KIND=c no longer exists; a is used. Use b."]
+    assert removed_in([CHOICE], [], {CHOICE.name: "b"}) == []
+    assert CHOICE.accepted() == "a, b"
+
+
+def test_a_variable_that_is_gone_is_told_where_it_is_set() -> None:
+    (line,) = removed_in([CHOICE], [GONE], {GONE.name: "7"})
+    assert line == "VLLM_OMNI_PATCH_OLD is set and no longer exists; it is ignored. Use VLLM_OMNI_PATCH_NEW."
+    assert removed_in([CHOICE], [GONE], {GONE.name: " "}) == removed_in([CHOICE], [GONE], {}) == []
+
+
+def test_what_our_patches_removed_is_not_declared_any_more() -> None:
+    found = discover.find()
+    here, gone = discover.all_flags(found), discover.all_removed(found)
+    assert {row.name for row in gone} >= {
+        "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB",
+        "VLLM_OMNI_PATCH_NEURON_CALIBRATION",
+    }
+    assert not {row.name for row in gone} & {row.name for row in here}
+    assert all(row.instead.endswith(".") for row in gone)
+    environ = {row.name: "1" for row in gone} | {"VLLM_OMNI_PATCH_NEURON_POLICY": "headroom"}
+    told = removed_in(here, gone, environ)
+    assert len(told) == len(gone) + 1 and all("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION" in line for line in told[-3:])

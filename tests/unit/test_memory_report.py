@@ -315,7 +315,7 @@ def test_memory_json(reports: Path) -> None:
 
 
 def test_memory_html_stands_alone(reports: Path, tmp_path: Path) -> None:
-    result = run("show", str(reports), "--html", str(tmp_path / "budget.html"))
+    result = run(str(reports), "--html", str(tmp_path / "budget.html"))
     assert result.exit_code == 0, result.output
     page = (tmp_path / "budget.html").read_text()
     for part in ("http:", "https:", "<script", "<link", "src=", "url("):
@@ -349,10 +349,9 @@ def test_memory_of_nothing(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "is not a folder" in missing.output
 
 
-def test_calibrate_is_a_command_of_memory() -> None:
-    result = run("calibrate", "--help")
-    assert result.exit_code == 0
-    assert "NCC_EVRF009" in result.output
+def test_memory_without_a_folder_prints_its_help() -> None:
+    result = run()
+    assert "REPORT_DIR" in result.output and "--json" in result.output
 
 
 def test_the_bar_adds_up(reports: Path) -> None:

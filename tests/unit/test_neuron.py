@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.available_memory import calibrate  # noqa: E402
 from vllm_omni_patch.patches.available_memory.budget import GIB, BelowMinimumError  # noqa: E402
 from vllm_omni_patch.patches.available_memory.neuron import (  # noqa: E402
+    LaidOut,
     WorkerView,
     decide,
     read_settings,
@@ -67,8 +67,7 @@ def by_name(result: Any) -> dict[str, Any]:
         ("VLLM_NEURON_CPU_MODE", "2", "true"),
         *(("NEURON_LOGICAL_NC_CONFIG", value, "1 or 2") for value in ("0", "3", "1.0", "x", "nan")),
         ("NEURON_RT_VIRTUAL_CORE_SIZE", "4", "1 or 2"),
-        ("VLLM_OMNI_PATCH_NEURON_POLICY", "best", "cap, need, headroom"),
-        *(("VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB", value, "finite number >= 0") for value in ("-1", "nan", "inf", "x")),
+        ("VLLM_OMNI_PATCH_NEURON_POLICY", "best", "cap, need"),
         ("VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE", "some", "true"),
         ("VLLM_OMNI_PATCH_NEURON_USED_BYTES", "guess", "auto, model, runtime"),
         ("VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE", "half", "true"),
@@ -180,24 +179,6 @@ ROWS = [
         {"NEURON_LOGICAL_NC_CONFIG": "1", "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE": "1"},
         3_478_923_509,
     ),
-    (
-        35,
-        18.12,
-        0.9,
-        {
-            "VLLM_OMNI_PATCH_NEURON_POLICY": "headroom",
-            "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "5",
-            MINIMUM: "0",
-        },
-        24 * GIB - int(18.12 * GIB) - 5 * GIB,
-    ),
-    (
-        35,
-        18.12,
-        0.9,
-        {"VLLM_OMNI_PATCH_NEURON_POLICY": "headroom", "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "0"},
-        24 * GIB - int(18.12 * GIB),
-    ),
 ]
 CORE_GIB = {"trn1": 16, "trn2": 24, "trn3": 36}
 
@@ -274,13 +255,86 @@ def test_the_runtimes_figure_is_reported_all_the_same() -> None:
     assert "sum over tensors" in inputs["weights"].source
 
 
-def test_an_empty_host_model_is_not_zero_bytes_in_use() -> None:
-    wrapper = torch.nn.Module()
-    wrapper.register_buffer("rope", torch.zeros(10))
-    result = decide(WorkerView(0.9, wrapper), stats(18.12, 5.88), {})
-    assert result.available == 3_736_621_548
-    weights = by_name(result)["weights"]
-    assert weights.value == int(18.12 * GIB) and "NxD Inference" in weights.source
+# -- KV that the inference library has laid out while the model loaded (plugin releases 0.1 to 0.5)
+
+PAGE = 16 * MIB
+LOADED = stats(21.30, 2.70)  # of 24 GiB: 17 of weights, 4 of KV that is laid out, 0.3 of the runtime's own
+
+
+def loaded(blocks: int | None, **more: Any) -> WorkerView:
+    """A model of NxD Inference: no parameters on the host; it tells of ``blocks``, or of none."""
+    told = None if blocks is None else LaidOut(blocks, PAGE, "told")
+    return WorkerView(more.pop("gmu", 0.9), torch.nn.Module(), laid_out=lambda: told, **more)
+
+
+def test_kv_that_is_laid_out_is_counted_once() -> None:
+    """Stock plans 172 blocks of the free bytes, 33 are needed, 256 exist. 21.6 - 21.3 GiB would stop this start."""
+    assert int(2.70 * GIB) // PAGE == 172
+    result = decide(loaded(256), LOADED, {})
+    assert (result.available, result.available // PAGE) == (4 * GIB, 256)
+    assert result.policy == "laid out"
+    inputs = by_name(result)
+    assert inputs["laid_out_blocks"].value == 256 and inputs["runtime_used"].value == int(21.30 * GIB)
+    assert "weights" not in inputs  # how much of what is in use is the model is not known, and not guessed
+
+
+@pytest.mark.parametrize("gmu", [0.05, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("environ", [{}, {CAP: "0.05"}, {MINIMUM: "5"}, {CAP: "1", MINIMUM: "0"}])
+@pytest.mark.parametrize("figures", [(21.30, 2.70), (23.9, 0.1), (17.0, 7.0)])
+def test_no_setting_stops_a_model_that_is_loaded(
+    gmu: float, environ: dict[str, str], figures: tuple[float, float]
+) -> None:
+    """What compiled and loaded fits: neither utilisation nor cap nor minimum has anything left to protect."""
+    assert decide(loaded(33, gmu=gmu), stats(*figures), environ).available == 33 * PAGE
+
+
+@pytest.mark.parametrize("pair", [(-1, -1), (10 * GIB, 0), None])
+def test_laid_out_blocks_need_no_runtime(pair: Any) -> None:
+    result = decide(loaded(33), lambda: pair, {})
+    assert result.available == 33 * PAGE
+    assert by_name(result)["runtime_used"].state == "unknown" and "device_free" not in by_name(result)
+
+
+def test_blocks_set_by_hand_are_obeyed_and_those_that_do_not_exist_are_told() -> None:
+    result = decide(loaded(256, num_gpu_blocks_override=200), LOADED, {})
+    assert (result.available, result.warnings) == (200 * PAGE, [])
+    (line,) = decide(loaded(256, num_gpu_blocks_override=300), LOADED, {}).warnings
+    assert "300" in line and "256" in line
+    (line,) = decide(loaded(256, kv_cache_memory_bytes=300 * PAGE), LOADED, {}).warnings
+    assert "300" in line and "256" in line
+    assert not decide(loaded(256, kv_cache_memory_bytes=4 * GIB), LOADED, {}).warnings
+
+
+def test_need_bounds_laid_out_blocks_too() -> None:
+    worker = loaded(256, max_num_seqs=4, max_model_len=256, kv_layers=layers(32, PAGE))
+    assert decide(worker, LOADED, NEED).available == 33 * PAGE
+
+
+def test_a_layout_that_is_not_told_leaves_the_workers_own_number() -> None:
+    """Model and KV cannot be told apart in the bytes in use: subtracting both is what stopped starts that work."""
+    result = decide(loaded(None), LOADED, {})
+    assert (result.available // PAGE, result.policy) == (172, "stock")
+    assert by_name(result)["weights"].state == "unknown"
+    assert "the worker's own number" in result.warnings[0]
+    # Release 0.1.0 answers with a constant.
+    assert decide(loaded(None, own_number=lambda: 1_073_741_824), LOADED, {}).available == 1_073_741_824
+
+
+def test_the_runtimes_bytes_are_subtracted_where_that_is_asked_for() -> None:
+    environ = {"VLLM_OMNI_PATCH_NEURON_USED_BYTES": "runtime"}
+    assert decide(loaded(256), stats(18.12, 5.88), environ).available == 3_736_621_548
+    with pytest.raises(BelowMinimumError):
+        decide(loaded(256), LOADED, environ)
+
+
+def test_only_a_budget_that_can_be_compiled_for_elsewhere_has_a_side() -> None:
+    assert decide(view(), TRN2, {}).side == "device"
+    assert decide(view(), no_runtime, COMPILE).side == "compile host"
+    assert decide(view(num_gpu_blocks_override=8), TRN2, {}).side == "device"
+    assert decide(view(kv_cache_memory_bytes=GIB), no_runtime, COMPILE).side == "compile host"
+    assert decide(view(kv_cache_memory_bytes=GIB), no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}).side == ""
+    for worker in (loaded(256), loaded(None), loaded(256, kv_cache_memory_bytes=GIB)):
+        assert decide(worker, LOADED, {}).side == ""
 
 
 def test_an_empty_host_model_cannot_be_compiled_for() -> None:
@@ -294,6 +348,13 @@ def test_a_large_gap_between_runtime_and_model_is_told() -> None:
     result = decide(view(1.63), stats(7.06, 16.94), {})
     assert any("VLLM_OMNI_PATCH_NEURON_USED_BYTES=runtime" in line for line in result.warnings)
     assert not decide(view(10), stats(10.9, 13.1), {}).warnings
+
+
+def test_the_budget_at_another_total_is_that_of_the_same_settings() -> None:
+    result = decide(view(6), no_runtime, {**COMPILE, CAP: "0.2"})
+    assert result.at_total is not None
+    assert result.at_total(24 * GIB) == result.available
+    assert result.at_total(16 * GIB) == int(int(16 * GIB * 0.9) * 0.2)
 
 
 def test_used_bytes_can_be_chosen() -> None:
@@ -449,64 +510,3 @@ def test_need_without_a_layout_is_an_error() -> None:
         decide(view(max_num_seqs=4, max_model_len=4096), TRN2, NEED)
     with pytest.raises(ValueError, match="max_num_seqs=0"):
         decide(view(kv_layers=layers()), TRN2, NEED)
-
-
-HEADROOM = {"VLLM_OMNI_PATCH_NEURON_POLICY": "headroom"}
-
-
-def test_headroom_ignores_utilisation_and_cap() -> None:
-    environ = {**HEADROOM, "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "4"}
-    assert decide(view(10, gmu=0.5), TRN2, environ).available == 10 * GIB
-
-
-def test_headroom_needs_its_value_and_keeps_the_minimum() -> None:
-    with pytest.raises(RuntimeError, match="VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB"):
-        decide(view(), TRN2, HEADROOM)
-    with pytest.raises(BelowMinimumError, match="headroom"):
-        decide(view(18.12), stats(18.2, 5.8), {**HEADROOM, "VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB": "5"})
-
-
-KEY = calibrate.Key("LlamaForCausalLM", "fp8", 8, 2, "trn2", "2.21")
-NAMED = {"architecture": "LlamaForCausalLM", "quantization": "fp8", "tensor_parallel_size": 8, "compiler": "2.21"}
-
-
-def calibration(folder: Path, **changes: Any) -> dict[str, str]:
-    row = calibrate.Row(KEY, 0.2259, 5_239_258_805, 23_192_823_398)
-    for name, value in changes.items():
-        setattr(row, name, value)
-    path = folder / "cal.json"
-    calibrate.save(str(path), [row])
-    return {"VLLM_OMNI_PATCH_NEURON_CALIBRATION": str(path)}
-
-
-def test_a_calibrated_cap_is_used_on_both_sides_and_recorded(tmp_path: Path) -> None:
-    environ = calibration(tmp_path)
-    device = decide(view(**NAMED), TRN2, environ)
-    assert device.available == int(23_192_823_398 * 0.2259) == 5_239_258_805
-    assert device.policy == "calibrated" and "cal.json" in by_name(device)["cap_fraction"].source
-    assert decide(view(**NAMED), no_runtime, {**COMPILE, **environ}).available == device.available
-
-
-def test_a_higher_utilisation_does_not_outgrow_the_calibrated_bytes(tmp_path: Path) -> None:
-    assert decide(view(gmu=1.0, **NAMED), TRN2, calibration(tmp_path)).available == 5_239_258_805
-
-
-def test_a_cap_in_the_environment_wins_over_the_file(tmp_path: Path) -> None:
-    assert decide(view(**NAMED), TRN2, {**calibration(tmp_path), CAP: "0.30"}).available == 6_957_847_019
-
-
-@pytest.mark.parametrize("other", [{"tensor_parallel_size": 4}, {"quantization": "none"}, {"compiler": "2.22"}])
-def test_another_key_takes_the_default_and_says_so(tmp_path: Path, other: dict[str, Any]) -> None:
-    result = decide(view(**{**NAMED, **other}), TRN2, calibration(tmp_path))
-    assert result.available == 6_957_847_019
-    assert any("has no row for" in line for line in result.warnings)
-
-
-def test_a_missing_or_damaged_file_is_an_error(tmp_path: Path) -> None:
-    name = "VLLM_OMNI_PATCH_NEURON_CALIBRATION"
-    with pytest.raises(RuntimeError, match=r"none\.json cannot be read"):
-        decide(view(**NAMED), TRN2, {name: str(tmp_path / "none.json")})
-    for text in ("{", "[]", '{"format": 99}', '{"format": 1, "rows": [{"cap": 1}]}'):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(RuntimeError, match=r"bad\.json is not usable"):
-            decide(view(**NAMED), TRN2, {name: str(tmp_path / "bad.json")})

@@ -83,7 +83,7 @@ def worker_of(module: ModuleType, **changes: Any) -> Any:
 # -- the number
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=("0.1-0.4", "0.5"))
+@pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
 def test_the_budget_replaces_the_free_bytes(tmp_path: Path, device: Any, source: str) -> None:
     module = load(tmp_path, source)
     worker = worker_of(module)
@@ -94,7 +94,7 @@ def test_the_budget_replaces_the_free_bytes(tmp_path: Path, device: Any, source:
     assert worker.determine_available_memory() == 13 * GIB
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=("0.1-0.4", "0.5"))
+@pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
 @pytest.mark.parametrize("figures", [(-1, -1), (10 * GIB, 0), RuntimeError("nrt: gone"), OSError("no device")])
 def test_a_failing_query_raises_and_is_never_20_gib(tmp_path: Path, device: Any, source: str, figures: Any) -> None:
     module = hooked(tmp_path, source)
@@ -131,7 +131,7 @@ def test_the_package_that_registers_the_runtime_is_imported(tmp_path: Path, monk
         sys.modules.pop("torch_neuronx", None)
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=("0.1-0.4", "0.5"))
+@pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
 def test_compile_host_and_device_give_the_same_blocks(
     tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
@@ -156,10 +156,56 @@ def test_a_bad_setting_stops_the_worker(
         worker_of(module).determine_available_memory()
 
 
-def test_a_model_of_nxd_inference(tmp_path: Path, device: Any) -> None:
+def nxd_model(**config: Any) -> Any:
+    """A model as the plugin's loader leaves it: nothing on the host, and the library's configuration."""
+    module = torch.nn.Module()
+    module.neuron_config = SimpleNamespace(**{"is_block_kv_layout": True, "pa_block_size": 32, **config})
+    return module
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
+def test_a_start_that_stock_survives_is_not_stopped(tmp_path: Path, device: Any, source: str) -> None:
+    """24 GiB, 17 of weights, 4 of KV laid out, used 21.30: stock plans 172 blocks of 16 MiB and starts."""
+    module = load(tmp_path, source)
+    device((int(21.30 * GIB), 24 * GIB - int(21.30 * GIB)))
+    page = 16 * MIB
+    worker = worker_of(module, model=nxd_model(pa_num_blocks=256), specs={"layer": spec("FullAttentionSpec", 32, page)})
+    assert worker.determine_available_memory() // page == 172
+    apply.install(PATCH, OLD, module, lambda: None)
+    assert worker.determine_available_memory() == 4 * GIB == 256 * page
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
+@pytest.mark.parametrize("model", [torch.nn.Module(), nxd_model(pa_num_blocks=256, pa_block_size=64)])
+def test_a_model_that_tells_no_layout_keeps_the_workers_number(
+    tmp_path: Path, device: Any, source: str, model: Any
+) -> None:
+    module = hooked(tmp_path, source)
+    device((int(21.30 * GIB), 24 * GIB - int(21.30 * GIB)))
+    worker = worker_of(module, model=model, specs={"layer": spec("FullAttentionSpec", 32, MIB)})
+    assert worker.determine_available_memory() == 24 * GIB - int(21.30 * GIB)
+
+
+def test_release_0_1_answers_with_a_constant_and_keeps_it(tmp_path: Path, device: Any) -> None:
+    module = load(tmp_path, neuron_plugin.CONSTANT)
+    device((int(23.5 * GIB), GIB // 2))
+    worker = worker_of(module, model=torch.nn.Module())
+    assert worker.determine_available_memory() == 1_073_741_824
+    apply.install(PATCH, OLD, module, lambda: None)
+    assert worker.determine_available_memory() == 1_073_741_824
+    device((11 * GIB, 13 * GIB))
+    assert worker_of(module).determine_available_memory() == 6_957_847_019
+    (row,) = [row for row in OLD.documented if row.release == "0.1.0"]
+    assert "1,073,741,824" in row.reason and "free bytes" not in row.reason
+
+
+def test_contiguous_kv_of_the_early_releases(tmp_path: Path, device: Any) -> None:
+    """Block numbers of vLLM do not address it; there is one block per sequence, and the one that vLLM keeps."""
     module = hooked(tmp_path, neuron_plugin.FREE_OR_20_GIB)
-    device((int(18.12 * GIB), 24 * GIB - int(18.12 * GIB)))
-    assert worker_of(module, model=torch.nn.Module()).determine_available_memory() == 3_736_621_548
+    device((int(23.5 * GIB), GIB // 2))
+    specs = {"layer": spec("FullAttentionSpec", 4096, 64 * MIB)}
+    worker = worker_of(module, model=nxd_model(is_block_kv_layout=False), specs=specs)
+    assert worker.determine_available_memory() == 5 * 64 * MIB
 
 
 def test_explicit_bytes_win(tmp_path: Path, device: Any) -> None:
@@ -306,7 +352,7 @@ def test_an_unexpected_worker_gets_a_clear_error_not_a_guess(tmp_path: Path, dev
         worker.determine_available_memory()
 
 
-@pytest.mark.parametrize("source", LAYOUTS, ids=("0.1-0.4", "0.5"))
+@pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
 @pytest.mark.parametrize("broken", ["emit", "BudgetReport"])
 def test_a_failing_report_does_not_change_the_number(
     tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch, source: str, broken: str
@@ -399,7 +445,7 @@ def test_the_report_tells_where_the_number_came_from(
     assert inputs["weights"]["value"] == 10 * GIB and inputs["requested"]["value"] == 23_192_823_398
     assert inputs["cap_fraction"]["value"] == 0.30
     assert (data["blocks"], data["block_bytes"]) == (6635, 1 << 20)
-    assert "Neuron KV budget record:" in caplog.text
+    assert "6957847019 bytes, policy cap" in caplog.text
 
 
 def test_the_originals_own_branch_is_reported_too(tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
