@@ -43,8 +43,8 @@ def install(hook: Hook) -> Undo:
     here = loader.current()
     found = discover.find() if here is None else here.found
     # Those that are gone as well: the loader says what replaced them, and vLLM need not call them unknown.
-    rows = [*discover.all_flags(found), *discover.all_removed(found)]
-    names = [row.name for row in rows if row.name not in stock]
+    every = [flag.name for flag in discover.all_flags(found)] + [row.name for row in discover.all_removed(found)]
+    names = [name for name in every if name not in stock]
     told = _Variables(stock)
     told.ours = frozenset(names)
     told.update({name: partial(os.environ.get, name) for name in names})

@@ -480,7 +480,6 @@ REMOVED = """
 
 def test_a_setting_that_is_gone_is_one_warning_of_the_first_process(house: House) -> None:
     house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD], extra=REMOVED)
-    house.write("vllm/envs.py", "environment_variables = {}\n")
     done = house.run(
         """
         import multiprocessing
