@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from vllm_omni_patch import flags
+from vllm_omni_patch import flags, processes
 
 State = Literal["pending", "applied", "native", "skipped", "failed"]
 OWN = "loader"  # the patch that holds what the loader itself changes
@@ -172,6 +172,7 @@ def snapshot() -> dict[str, Any]:
         "pid": os.getpid(),
         "ppid": os.getppid(),
         "host": platform.node(),
+        "born": processes.born(),
         "role": role(),
         "command": _command(),
         "started": _started,

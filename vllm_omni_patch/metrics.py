@@ -16,18 +16,16 @@ import json
 import logging
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import threading
 import time
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, installed, ledger, numbers, shared_folder
+from vllm_omni_patch import flags, installed, ledger, numbers, processes, shared_folder
 
 PREFIX = "vllm_omni_patch_"
-FOLDER = "vllm-omni-patch-run"  # start of the run folder's name; the host's name follows
-STALE_S = 24 * 3600.0
+FOLDER = f"{shared_folder.PREFIX}run"  # start of the run folder's name; the host's name follows
 MEMORY = "/dev/shm"
 INTERVAL_S = 0.25  # a process leaves at most four snapshots a second, however much it counts
 RETRY_S = 5.0  # from a snapshot that could not be left to the next try
@@ -48,7 +46,6 @@ _failure = ""
 _due = threading.Event()
 _clerk: threading.Thread | None = None  # leaves the snapshots
 _ended = False
-_born_here: int | None = None
 _member: shared_folder.Member | None = None
 _asked = False  # multiprocessing, to finalize forked children
 
@@ -119,8 +116,10 @@ def _make() -> str:
         OSError: it cannot be made.
     """
     failure: OSError | None = None
-    for parent in filter(None, (_memory(), tempfile.gettempdir())):
+    parents = [parent for parent in (_memory(), tempfile.gettempdir()) if parent]
+    for parent in parents:
         _sweep(parent)
+    for parent in parents:
         try:
             return tempfile.mkdtemp(prefix=f"{_start()}{os.getpid()}-", dir=parent)
         except OSError as error:
@@ -180,20 +179,13 @@ def _finalize_children() -> None:
 
 
 def _sweep(parent: str) -> None:
-    """Remove run folders of this host and user that engines left behind when they were killed.
+    """Remove what earlier runs left when they were killed, with whatever they shared beside their numbers.
 
-    One in which nobody ever took part (its process was killed at once) goes after a day.
+    A folder in memory is of this machine, whatever its container was called. Other folders may be on a file system
+    that several hosts share and whose locks hold on one of them only.
     """
-    with contextlib.suppress(OSError):
-        for one in os.scandir(parent):
-            with contextlib.suppress(OSError):
-                about = one.stat(follow_symlinks=False)
-                if not one.name.startswith(_start()) or about.st_uid != os.getuid() or one.is_symlink():
-                    continue
-                if shared_folder.remove_if_left(one.path) or time.time() - about.st_mtime < STALE_S:
-                    continue
-                if not os.path.exists(os.path.join(one.path, shared_folder.ALIVE)):
-                    shutil.rmtree(one.path, ignore_errors=True)
+    shared_folder.sweep(parent, lambda name: parent == MEMORY or not _from_elsewhere(name))
+    shared_folder.remove_stale(parent, _start())
 
 
 def _memory() -> str | None:
@@ -285,24 +277,7 @@ def flush(last: bool = False) -> None:
 
 def _name() -> str:
     """Name of this process's snapshot. Another process may come to have the same id."""
-    return f"metrics-{platform.node()}-{os.getpid()}-{_my_birth()}.json"
-
-
-def _my_birth() -> int:
-    """The same at each call, also once no file can be opened."""
-    global _born_here
-    if _born_here is None:
-        _born_here = _born(os.getpid())
-    return _born_here
-
-
-def _born(pid: int) -> int:
-    """When a living process of this host began, in clock ticks from the start of the host; 0: not known here."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return f"metrics-{platform.node()}-{os.getpid()}-{processes.born()}.json"
 
 
 def _give_places(path: str) -> numbers.Numbers | None:
@@ -334,7 +309,7 @@ def snapshot() -> dict[str, Any]:
         return {
             "pid": os.getpid(),
             "host": platform.node(),
-            "born": _my_birth(),
+            "born": processes.born(),
             "families": {name: list(family) for name, family in _families.items()},
             "values": [[name, [list(label) for label in labels], value] for (name, labels), value in _values.items()],
             "vllm_version": str(ledger.process().get("vllm_version", "")),
@@ -416,16 +391,7 @@ def _whole(one: Any) -> dict[str, Any]:
 
 def is_alive(one: dict[str, Any]) -> bool:
     """The process that left a snapshot runs; one on another host is taken to."""
-    if one.get("host") != platform.node():
-        return True
-    try:
-        os.kill(int(one["pid"]), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError, KeyError):
-        return True
-    born = _born(int(one["pid"]))  # it may be another process by now
-    return not born or not one.get("born") or one["born"] == born
+    return processes.is_alive(one) is not False
 
 
 # -- the end of a process
@@ -449,9 +415,9 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """A forked child counts from zero: what it inherited is its parent's."""
-    global _lock, _flushing, _due, _clerk, _written, _numbers, _member, _failure, _ended, _born_here
+    global _lock, _flushing, _due, _clerk, _written, _numbers, _member, _failure, _ended
     _lock, _flushing, _due = threading.RLock(), threading.RLock(), threading.Event()
-    _clerk, _written, _numbers, _failure, _ended, _born_here = None, 0.0, None, "", False, None
+    _clerk, _written, _numbers, _failure, _ended = None, 0.0, None, "", False
     _values.clear()
     _places.clear()
     _seen.clear()

@@ -1,25 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder that several processes share and that goes with the last of them, however each ends.
 
-Each process keeps a shared lock on the file ``alive`` in it, which the kernel drops when the process is killed too.
-Unlike a process id, a lock means the same in every container that shares the folder.
+Each process keeps a shared lock on the file ``alive`` in it, which the kernel drops when it has taken the process
+apart. Unlike a process id, a lock means the same in every container that shares the folder.
+
+Three remove it, each only while it holds that lock alone:
+
+* the last process, when it leaves by itself;
+* the keeper, a small process that the folder's maker starts and that sleeps in the kernel until the lock is free. It
+  is there because nobody else is where the last process was killed, or stopped until all others had gone;
+* the next start (:func:`sweep`), where the keeper was killed too: the end of a container, or an out-of-memory killer
+  that takes a whole group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
 ALIVE = "alive"
+PREFIX = "vllm-omni-patch-"  # every shared folder's name begins so
+STALE_S = 24 * 3600.0
+# As a text, in an interpreter without site packages: some 10 MiB and 15 ms. It leaves its parent, so that nobody has a
+# child that they know nothing of, and what ends a group or a terminal's session (SIGTERM, SIGHUP, SIGINT) does not
+# concern it: it ends with the others anyway. No path is on its command line, where "pkill -9 -f vllm" would look.
+_KEEPER = f"""\
+# Removes the folder that it was started in, once every process that takes part in it has ended.
+import fcntl, os, signal
+for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(one, signal.SIG_IGN)
+if os.fork():
+    os._exit(0)
+path = os.getcwd()
+alive = os.open("{ALIVE}", os.O_RDWR | os.O_NOFOLLOW)
+os.chdir("/")
+fcntl.flock(alive, fcntl.LOCK_EX)
+if os.path.samestat(os.fstat(alive), os.stat(os.path.join(path, "{ALIVE}"))):
+    import shutil
+    shutil.rmtree(path, ignore_errors=True)
+"""
+_KEEPER_STARTS_S = 5.0
 
 
 class Member:
-    """This process's part in folder ``path``, which is made where it is missing.
+    """This process's part in folder ``path``, which is made (mode 0700) where it is missing.
 
     Raises:
-        OSError: the folder cannot be made, or its file system knows no locks.
+        OSError: the folder cannot be made, is not this user's alone, or its file system knows no locks.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,22 +91,54 @@ def _join(path: str) -> tuple[int, os.stat_result]:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         try:
-            handle = os.open(alive, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _check(path)
+            handle, made = _open(alive)
         except FileNotFoundError:
-            if os.path.islink(path):
-                raise  # it leads nowhere
-            continue
+            continue  # the last of others has just removed it
         try:
             fcntl.flock(handle, fcntl.LOCK_SH)
             file = os.fstat(handle)
             # Another process may have removed the folder before the lock was had.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(file, os.stat(alive)):
+                    if made:
+                        _start_keeper(path)
                     return handle, file
         except BaseException:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _check(path: str) -> None:
+    """Raises:
+    OSError: the folder is a link or no folder, another user's, or open to others.
+    """
+    about = os.lstat(path)
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a private folder of user {os.getuid()}; remove it")
+
+
+def _open(alive: str) -> tuple[int, bool]:
+    """The file, and whether this call made it: exactly one process does, for each folder."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(FileExistsError):
+        return os.open(alive, flags | os.O_EXCL, 0o600), True
+    return os.open(alive, flags & ~os.O_CREAT), False
+
+
+def _start_keeper(path: str) -> None:
+    """Start the process that removes the folder after its last member. Never raises: without one, the last to leave by
+    itself does, or the next start."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return
+    with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError):
+        quiet = subprocess.DEVNULL
+        command = [sys.executable, "-I", "-S", "-c", _KEEPER]
+        first = subprocess.Popen(command, cwd=path, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        first.wait(_KEEPER_STARTS_S)
 
 
 def remove_if_left(path: str) -> bool:
@@ -87,6 +154,39 @@ def remove_if_left(path: str) -> bool:
     finally:
         os.close(handle)
     return left
+
+
+def sweep(parent: str, ours: Callable[[str], bool]) -> None:
+    """Remove the shared folders of this user in ``parent`` that all who took part in them have left. Never raises.
+
+    ``ours``: whether a folder of this name may be judged here. One in which nobody ever took part (its process was
+    killed at once) stays.
+    """
+    for path in folders(parent, PREFIX):
+        if ours(os.path.basename(path)):
+            remove_if_left(path)
+
+
+def remove_stale(parent: str, start: str) -> None:
+    """Remove this user's folders in ``parent`` whose names begin with ``start``, which nobody joined, after a day.
+    Never raises."""
+    for path in folders(parent, start):
+        with contextlib.suppress(OSError):
+            joined = os.path.lexists(os.path.join(path, ALIVE))
+            if not joined and time.time() - os.lstat(path).st_mtime > STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def folders(parent: str, start: str) -> list[str]:
+    """Paths of this user's folders in ``parent`` whose names begin with ``start``; links are none."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for one in entries:
+            with contextlib.suppress(OSError):
+                about = one.stat(follow_symlinks=False)
+                if one.name.startswith(start) and stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid():
+                    found.append(one.path)
+    return found
 
 
 def _alone(handle: int) -> bool:

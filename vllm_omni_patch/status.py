@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch import __version__, ahead, discover, flags, installed, mismatches
+from vllm_omni_patch import __version__, ahead, discover, flags, installed, mismatches, processes
 from vllm_omni_patch.discover import Choice, Found
 from vllm_omni_patch.patch import Patch, Target
 
@@ -33,7 +33,7 @@ def gather(report_dir: str | None = None) -> dict[str, Any]:
     value = os.environ.get(flags.SWITCH.name, "")
     choice = discover.choose(value, found)
     here = {name: installed.find(name) for name in PACKAGES}
-    processes = ledgers(report_dir or _report_dir())
+    accounts = ledgers(report_dir or _report_dir())
     about = {
         "package": {
             "version": __version__,
@@ -51,8 +51,8 @@ def gather(report_dir: str | None = None) -> dict[str, Any]:
         "roads": roads(),
         "installed": {name: package.as_json() if package else None for name, package in here.items()},
         "targets": _claimed([row for one in found for row in _rows(one, one.name in choice.names)]),
-        "processes": processes,
-        "mismatches": mismatches.find(processes),
+        "processes": accounts,
+        "mismatches": mismatches.find(accounts),
     }
     ahead.forget()
     return {**about, "problems": _problems(about, choice, found)}
@@ -230,21 +230,8 @@ def ledgers(folder: str) -> list[dict[str, Any]]:
             with open(os.path.join(folder, name)) as file:
                 one = json.load(file)
             one = {"role": "?", "host": "", "process": {}, **one, "file": name}
-            one["alive"] = is_alive(one)
+            one["alive"] = processes.is_alive(one)
             found.append({**one, "entries": list(one["entries"])})
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return sorted(found, key=lambda one: (one.get("started", 0), one["pid"]))
-
-
-def is_alive(one: dict[str, Any]) -> bool | None:
-    """Whether the process of a ledger runs; ``None`` for one on another host."""
-    if one["host"] != os.uname().nodename:
-        return None
-    try:
-        os.kill(int(one["pid"]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

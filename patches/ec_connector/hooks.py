@@ -7,8 +7,6 @@ original and does nothing else.
 
 from __future__ import annotations
 
-import atexit
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -155,9 +153,6 @@ def refuse_early(hook: Hook) -> Undo:
     """``EngineArgs.create_engine_config``: say at once, in the process that the user started, what cannot work.
 
     The connector itself refuses too; there the reason is in a worker's log, above a traceback of the front end.
-
-    That process also tidies up when it ends. vLLM stops an engine by killing its processes (at once, unless
-    ``--shutdown-timeout`` says otherwise), so they cannot remove their own folder in shared memory.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -166,26 +161,9 @@ def refuse_early(hook: Hook) -> Undo:
             import vllm
 
             refusals.check(config, str(getattr(vllm, "__version__", "")))
-            _sweep_at_exit(config)
         return config
 
     return hook.wrap(wrapper)
-
-
-def _sweep_at_exit(vllm_config: Any) -> None:
-    from vllm_omni_patch.patches.ec_connector.config import load_ec_config
-    from vllm_omni_patch.patches.ec_connector.runtime import sweep
-
-    pid = os.getpid()
-    transfer = vllm_config.ec_transfer_config
-    path = load_ec_config(transfer.ec_connector_extra_config).shm_path
-
-    def at_exit() -> None:
-        if os.getpid() == pid:
-            # Killed a moment ago, they may still be on their way out.
-            sweep(path, str(transfer.engine_id or ""), 3.0)
-
-    atexit.register(at_exit)
 
 
 def chosen() -> Any:

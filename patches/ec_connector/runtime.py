@@ -2,8 +2,8 @@
 """What the processes of one engine on one host share: a private folder in shared memory.
 
 It holds the entries when no disk is configured (so that the scheduler sees what a worker stored), the epoch, and marks
-for entries that a worker could not use and could not remove. The last process to close removes the folder, and an
-engine that starts removes the folders in which nobody is alive (``shared_folder.py``).
+for entries that a worker could not use and could not remove. It goes with the last process of the engine, however that
+ends (``shared_folder.py``).
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 import tempfile
 import threading
-import time
 
 from vllm_omni_patch import ledger, shared_folder
 
 _log = ledger.logger("ec")
+_START = f"{shared_folder.PREFIX}ec-"
 
 
 class Runtime:
@@ -29,14 +28,13 @@ class Runtime:
     """
 
     def __init__(self, engine_id: str, shm_path: str) -> None:
-        name = engine_id or f"{os.getpid()}-{os.urandom(8).hex()}"
-        self.parent = _private_parent(shm_path)
-        self.path = _folder_of(self.parent, name)
+        member = _join(engine_id or f"{os.getpid()}-{os.urandom(8).hex()}", shm_path)
+        self._alive: shared_folder.Member | None = member
+        self.path = member.path
+        self.parent = os.path.dirname(self.path)
         self._epoch_file, self._refusals = self._file("epoch"), self._file("refused")
         self._mutex = threading.Lock()
         self._epoch: tuple[tuple[int, int] | None, str] | None = None
-        _remove_dead(self.parent, keep=self.path)
-        self._alive: shared_folder.Member | None = shared_folder.Member(self.path)
         with contextlib.suppress(OSError):
             os.close(_new_file(self._epoch_file))  # so that a missing one means that the folder was removed
 
@@ -138,7 +136,7 @@ class Runtime:
         return os.path.join(self.path, name)
 
     def _refusal(self, path: str) -> str:
-        return os.path.join(self._refusals, hashlib.sha256(path.encode()).hexdigest()[:40])
+        return os.path.join(self._refusals, _digest(path)[:40])
 
 
 def _mark(status: os.stat_result) -> tuple[int, int]:
@@ -150,47 +148,23 @@ def _new_file(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def sweep(shm_path: str, engine_id: str = "", seconds: float = 0.0) -> None:
-    """Remove what engines of this user left in shared memory when their processes were killed. Never raises.
-
-    Waits at most ``seconds`` for the processes of the engine ``engine_id`` to be gone.
-    """
-    with contextlib.suppress(OSError):
-        parent = _private_parent(shm_path)
-        deadline = time.monotonic() + seconds
-        while True:
-            _remove_dead(parent, keep="")
-            if not engine_id or not os.path.isdir(_folder_of(parent, engine_id)) or time.monotonic() >= deadline:
-                return
-            time.sleep(0.05)
-
-
-def _folder_of(parent: str, name: str) -> str:
-    return os.path.join(parent, hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32])
-
-
-def _private_parent(shm_path: str) -> str:
-    """The folder of this user's engines: 0700 and owned by this user, or it is not used."""
+def _join(name: str, shm_path: str) -> shared_folder.Member:
+    """Take part in the folder of the engine ``name``. Whichever process comes first makes it: one that fell back to
+    another place than the others would share nothing."""
+    folder = f"{_START}{os.getuid()}-{_digest(name)[:32]}"
     failure: OSError | None = None
     for place in (lambda: shm_path, tempfile.gettempdir):
         try:
-            base = place()
-            path = os.path.join(base, f"vllm-omni-patch-ec-{os.getuid()}")
-            # Made by whichever process comes first: one that fell back to another place would share nothing.
-            os.makedirs(base, 0o700, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-            status = os.lstat(path)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise PermissionError(f"{path} is not a private folder of user {os.getuid()}; remove it")
-            return path
+            parent = place()
+            os.makedirs(parent, 0o700, exist_ok=True)
+            member = shared_folder.Member(os.path.join(parent, folder))
         except OSError as error:
             failure = failure or error
+            continue
+        shared_folder.sweep(parent, lambda name: name.startswith(_START))
+        return member
     raise failure or OSError("no place for shared memory")
 
 
-def _remove_dead(parent: str, keep: str) -> None:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(parent):
-            if entry.path != keep and entry.is_dir(follow_symlinks=False):
-                shared_folder.remove_if_left(entry.path)
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()

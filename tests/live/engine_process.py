@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,18 @@ class Group:
                         found[int(name)] = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
         return found
 
+    def shared_folders(self) -> set[str]:
+        """The folders of ours in which a process of this session takes part now."""
+        found = set()
+        for pid in self.members():
+            with contextlib.suppress(OSError):
+                for name in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(OSError):
+                        folder, file = os.path.split(os.readlink(f"/proc/{pid}/fd/{name}"))
+                        if file == "alive" and os.path.basename(folder).startswith("vllm-omni-patch-"):
+                            found.add(folder)
+        return found
+
     def stop(self, seconds: float = STOP_SECONDS) -> dict[int, str]:
         """Ask the head to end (SIGINT), wait; whatever of the session is alive after that is returned and killed."""
         if self.process.poll() is None:
@@ -144,6 +156,14 @@ class Group:
             self.process.wait(10)
         if not self._log.closed:
             self._log.close()
+
+
+def left_over(folders: Iterable[str], seconds: float = 60.0) -> list[str]:
+    """Which of ``folders`` do not go: whatever their last process was, removing them takes its time."""
+    deadline = time.monotonic() + seconds
+    while any(map(os.path.exists, folders)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [folder for folder in folders if os.path.exists(folder)]
 
 
 class Server:

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 import ec_faults
 import tiny_model
-from engine_process import Answer, Server, picture
+from engine_process import Answer, Server, left_over, picture
 
 # Room for two images of 32 embeddings in vLLM's own cache: the third one drops the first.
 ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]
@@ -72,7 +72,9 @@ def killed(folder: Path, model: str, reference: dict[int, Answer]) -> dict[str, 
         counted(server, "stored", len(IMAGES))
         return counters(server)
     finally:
+        shared = server.group.shared_folders()
         server.group.kill()
+        assert len(shared) == 2 and left_over(shared) == [], "the numbers and the cache's, though nobody could clear"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 import ec_faults
 import tiny_model
-from engine_process import Answer, Server, free_port
+from engine_process import Answer, Server, free_port, left_over
 from test_ec_server import ARGUMENTS, IMAGES, OURS, counted, counters, entries, wait_for
 
 pytestmark = pytest.mark.slow
@@ -80,8 +80,9 @@ def test_memory_only(folder: Path, model: str, reference: dict[int, Answer]) -> 
             ask(server, reference, rounds=2)
             assert counted(server, "hits", len(IMAGES)) >= len(IMAGES)
             assert entries(shm)
+            shared = server.group.shared_folders()
             assert server.stop() == {}
-        assert entries(shm) == []
+        assert left_over(shared) == [] and os.listdir(shm) == []
     finally:
         shutil.rmtree(shm)
 
@@ -175,6 +176,28 @@ def test_a_dead_engine_leaves_no_process(folder: Path, model: str) -> None:
         core = core or _children(server.group.process.pid)
         os.kill(core[0], signal.SIGKILL)
         assert server.group.reap(60) == {}
+
+
+@pytest.mark.parametrize("last", ["stopped", "killed"])
+def test_nothing_is_left_whoever_ends_last(folder: Path, model: str, last: str) -> None:
+    """A worker that is stopped outlives its engine core and its API server; it goes on, or is killed, after them."""
+    with engine(model, folder, name=f"last-{last}") as server:
+        assert server.image(1).ok
+        shared = server.group.shared_folders()
+        assert len(shared) == 2
+        head = server.group.process.pid
+        (core,) = _children(head)
+        workers = _children(core) or [core]
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (head, *({core} - set(workers))):
+            os.kill(pid, signal.SIGKILL)
+        server.group.process.wait(60)
+        assert all(map(os.path.isdir, shared)), "somebody is there"
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT if last == "stopped" else signal.SIGKILL)
+        assert server.group.reap(60) == {}
+        assert left_over(shared) == []
 
 
 def _children(pid: int) -> list[int]:

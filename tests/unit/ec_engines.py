@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,15 @@ from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
 
 MIB = 1 << 20
+
+
+def emptied(folder: Path | str, but: ECCacheEngine | None = None) -> bool:
+    """Whether shared folders go out of ``folder``, but one engine's: the keeper that removes them takes its time."""
+    stays = [] if but is None else [os.path.basename(but._runtime.path)]
+    deadline = time.monotonic() + 60
+    while os.listdir(folder) != stays and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return os.listdir(folder) == stays
 
 
 @pytest.fixture(name="build")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
@@ -15,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import engine_builder, entry_files, output, same  # noqa: E402, F401
+from ec_engines import emptied, engine_builder, entry_files, output, same  # noqa: E402, F401
 
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
 
@@ -242,7 +241,7 @@ def test_a_removed_shared_folder_brings_no_earlier_epoch_back(build: Any, disk: 
     worker.close()
     assert scheduler.contains("id")
     scheduler.close()
-    assert os.listdir(worker._runtime.parent) == []
+    assert emptied(worker._runtime.parent)
 
 
 def test_an_epoch_that_cannot_be_read_is_a_miss(build: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import engine_builder, output, same  # noqa: E402, F401
+from ec_engines import emptied, engine_builder, output, same  # noqa: E402, F401
 
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
 
@@ -84,7 +84,7 @@ def test_close_with_a_time_beyond_all_bounds(timeout: float | None, build: Any, 
     assert engine.put("id", output(4, 4)) and engine.flush(1e300)
     engine.close(timeout)
     assert not [thread for thread in threading.enumerate() if thread.name == "ec-writer"]
-    assert not os.path.exists(engine._runtime.path)
+    assert emptied(engine._runtime.parent)
 
 
 def test_close_goes_on_after_a_part_that_fails(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_close_goes_on_after_a_part_that_fails(build: Any, monkeypatch: pytest.M
     monkeypatch.setattr(writer, "flush", fail)
     with pytest.raises(ValueError):
         engine.close()
-    assert not os.path.exists(engine._runtime.path)
+    assert emptied(engine._runtime.parent)
     writer._thread.join(10)
     assert not writer._thread.is_alive()
 
@@ -141,4 +141,4 @@ def test_a_store_that_outlives_close_leaves_nothing_in_memory(build: Any, monkey
     engine.close(0.0)
     go.set()
     engine._writer._thread.join(20)
-    assert os.listdir(engine._runtime.parent) == []
+    assert emptied(engine._runtime.parent)

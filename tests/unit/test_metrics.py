@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 from fake_house import House
 
-from vllm_omni_patch import exposition, metrics, numbers, shared_folder
+from vllm_omni_patch import exposition, metrics, numbers, processes, shared_folder
 
 prometheus = pytest.importorskip("prometheus_client")
 
@@ -136,7 +138,7 @@ def test_a_childs_numbers_are_on_its_parents_page(house: House, tmp_path: Path, 
         first == second == ['vllm_omni_patch_steps_total{kind="a"} 16.0']
     )  # children ended: their gauges went with them
     assert there
-    assert not os.path.exists(folder), "the process that made the run folder removes it"
+    gone(folder)
 
 
 def test_a_registry_that_is_made_for_each_scrape_has_ours_too(house: House, tmp_path: Path) -> None:
@@ -273,31 +275,89 @@ def test_a_child_that_made_the_folder_removes_it(house: House, tmp_path: Path) -
         process.start()
         folder = here.recv()
         process.join()
-        show([folder, os.path.exists(folder)])
+        show(folder)
     """,
         activate=True,
         TMPDIR=str(tmp_path),
     )
-    folder, exists = done.value
-    assert "vllm-omni-patch-run-" in folder
-    assert not exists
+    assert "vllm-omni-patch-run-" in done.value
+    gone(done.value)
 
 
-def test_what_a_killed_engine_left_is_swept(tmp_path: Path) -> None:
-    start = f"vllm-omni-patch-run-{platform.node()}-"
-    for name in ("killed", "alive", "quiet", "never joined", "just made"):
-        (tmp_path / f"{start}{name}").mkdir()
-    (tmp_path / "vllm-omni-patch-run-otherhost-x").mkdir()
-    shared_folder.Member(str(tmp_path / f"{start}killed")).forget()
-    members = [shared_folder.Member(str(tmp_path / f"{start}{name}")) for name in ("alive", "quiet")]
-    for name in (f"{start}quiet", f"{start}never joined", "vllm-omni-patch-run-otherhost-x"):
-        os.utime(tmp_path / name, (1, 1))
-    (tmp_path / f"{start}linked").symlink_to(tmp_path / f"{start}quiet")
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_a_killed_engine_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
+    """In memory also what another container left; elsewhere another host may be at work."""
+    monkeypatch.setattr(shared_folder, "_start_keeper", lambda path: None)
+    if in_memory:
+        monkeypatch.setattr(metrics, "MEMORY", str(tmp_path))
+    here, there = f"run-{platform.node()}-", "run-otherhost-"
+    names = {f"{here}{name}" for name in ("killed", "alive", "quiet", "never joined", "just made")}
+    names |= {f"{there}killed", f"{there}quiet", "ec-0-killed"}
+    paths = {name: tmp_path / f"{shared_folder.PREFIX}{name}" for name in names}
+    for path in paths.values():
+        path.mkdir(mode=0o700)
+    for name in (f"{here}killed", f"{there}killed", "ec-0-killed"):
+        shared_folder.Member(str(paths[name])).forget()
+    members = [shared_folder.Member(str(paths[f"{here}{name}"])) for name in ("alive", "quiet")]
+    for name in (f"{here}quiet", f"{here}never joined", f"{there}quiet"):
+        os.utime(paths[name], (1, 1))
+    (tmp_path / f"{shared_folder.PREFIX}{here}linked").symlink_to(paths[f"{here}quiet"])
     metrics._sweep(str(tmp_path))
-    left = {path.name.removeprefix(start) for path in tmp_path.iterdir()}
-    assert left == {"alive", "quiet", "just made", "linked", "vllm-omni-patch-run-otherhost-x"}
+    left = {path.name.removeprefix(shared_folder.PREFIX) for path in tmp_path.iterdir()}
+    expected = {f"{here}{name}" for name in ("alive", "quiet", "just made", "linked")} | {f"{there}quiet"}
+    assert left == (expected if in_memory else expected | {f"{there}killed"})
     for member in members:
         member.leave()
+
+
+def test_a_start_sweeps_memory_and_temporary_files(house: House, tmp_path: Path) -> None:
+    """Also when another patch, or none, is asked for than in the run that was killed."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code = """
+        import sys
+        from vllm_omni_patch import shared_folder
+        shared_folder._start_keeper = lambda path: None
+        for path in sys.argv[1:]:
+            shared_folder.Member(path)
+        os.kill(os.getpid(), 9)
+    """
+    parents = [str(temporary)] + ([metrics.MEMORY] if os.path.isdir(metrics.MEMORY) else [])
+    left = [os.path.join(parent, f"vllm-omni-patch-ec-test-{os.getpid()}") for parent in parents]
+    subprocess.run([sys.executable, "-c", "import os" + textwrap.dedent(code), *left])
+    assert [os.path.isdir(path) for path in left] == [True] * len(left)
+    house.run("import vllm; show(1)", TMPDIR=str(temporary))
+    assert [os.path.isdir(path) for path in left] == [False] * len(left)
+
+
+LATE = """
+import vllm
+child = subprocess.Popen([sys.executable, "-c", CHILD + "print('up', flush=True); input()"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+child.stdout.readline()
+show([os.environ["VLLM_OMNI_PATCH_RUN_DIR"], child.pid])
+sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("server", ["os._exit(0)", "os.kill(os.getpid(), 9)", "sys.exit()", "os.kill(child.pid, 9)"])
+def test_a_run_folder_goes_with_the_last_however_it_ends(house: House, server: str) -> None:
+    """The child is stopped until after the server has gone, and then killed: the slowest teardown there can be."""
+    done = house.run(SERVER, LATE, f"os.kill(child.pid, 19); {server}")
+    folder, child = done.shown[-1]
+    try:
+        assert os.path.isdir(folder) or "child.pid" in server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, 9)
+    gone(folder)
+
+
+def gone(folder: str) -> None:
+    deadline = time.monotonic() + 60
+    while os.path.exists(folder):
+        assert time.monotonic() < deadline, f"{folder} is left"
+        time.sleep(0.02)
 
 
 def test_the_last_of_a_run_removes_its_folder(house: House) -> None:
@@ -313,12 +373,8 @@ def test_the_last_of_a_run_removes_its_folder(house: House) -> None:
         show(os.environ["VLLM_OMNI_PATCH_RUN_DIR"])
     """,
     )
-    folder = done.value
-    assert os.path.exists(folder)
-    deadline = time.monotonic() + 20
-    while os.path.exists(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not os.path.exists(folder)
+    assert os.path.exists(done.value)
+    gone(done.value)
 
 
 def test_an_unwritable_folder_costs_nothing_but_the_page(house: House) -> None:
@@ -554,7 +610,7 @@ def test_a_label_that_is_no_text_does_not_cost_the_page(house: House) -> None:
 
 
 def test_another_process_with_the_id_of_one_that_ended(tmp_path: Path) -> None:
-    born = metrics._born(os.getpid())
+    born = processes.born()
     if not born:
         pytest.skip("no /proc here")
     now = sample(os.getpid(), host=platform.node(), born=born, families=GAUGE, values=[["size_bytes", [], 1.0]])
@@ -681,7 +737,7 @@ def test_a_worker_that_learns_of_the_run_folder_late(house: House, memory: Path)
         metrics.add("steps_total", "Steps.", 5)
         deadline = time.monotonic() + 20
         path = os.path.join({str(late)!r}, metrics._name())
-        while not os.path.exists(path) and time.monotonic() < deadline:
+        while (not os.path.exists(path) or os.path.exists(first)) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)
         metrics.add("steps_total", "Steps.", 10)
@@ -729,7 +785,8 @@ def test_a_run_folder_outlives_its_owners_closed_descriptors(house: House) -> No
     """.replace("import vllm\n", "import subprocess, sys, vllm\n"),
     )
     folder, there = done.value
-    assert there and not os.path.exists(folder)
+    assert there
+    gone(folder)
 
 
 def test_a_log_handler_that_counts(house: House, memory: Path) -> None:

@@ -3,25 +3,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_omni_patch import shared_folder
 from vllm_omni_patch.shared_folder import Member
 
-JOIN = (
-    "import sys; from vllm_omni_patch.shared_folder import Member; m = Member(sys.argv[1]); print('in', flush=True); "
-)
+JOIN = """
+import os, sys
+from vllm_omni_patch import shared_folder
+from vllm_omni_patch.shared_folder import Member
+if "no keeper" in sys.argv:
+    shared_folder._start_keeper = lambda path: None
+mine = Member(sys.argv[1])
+print("in", flush=True)
+sys.stdin.read()
+mine.leave()
+"""
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "folder")
+
+
+@pytest.fixture
+def join(path: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a process that takes part until its input ends, in a session of its own where asked."""
+    with contextlib.ExitStack() as ended:
+
+        def start(*options: str, **more: Any) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", JOIN, path, *options]
+            process = subprocess.Popen(command, stdin=-1, stdout=-1, **more)
+            ended.callback(process.communicate)
+            ended.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline() == b"in\n"
+            return process
+
+        yield start
+
+
+def keepers(path: str) -> list[int]:
+    """Processes that hold the folder's file open and are no member: they wait for its lock."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            files = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()}
+            if b"once every process" in command and os.path.join(path, shared_folder.ALIVE) in files:
+                found.append(int(pid))
+    return found
+
+
+def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def gone(path: str) -> None:
+    wait_for(lambda: not os.path.exists(path))
+    wait_for(lambda: not keepers(path))
 
 
 def test_the_last_to_leave_removes_it(path: str) -> None:
@@ -30,14 +83,92 @@ def test_the_last_to_leave_removes_it(path: str) -> None:
     one.leave()
     assert other.is_there() and not shared_folder.remove_if_left(path)
     other.leave()
-    assert not os.path.exists(path)
+    gone(path)
     other.leave()
 
 
-def test_what_a_killed_process_left_is_removed(path: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", f"{JOIN}sys.stdin.read()", path], stdin=-1, stdout=-1)
-    assert process.stdout is not None
-    process.stdout.readline()
+def test_killed_at_once(path: str, join: Any) -> None:
+    """Stopped first, so that none of them notices that the others are gone."""
+    processes = [join() for _ in range(3)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            process.send_signal(number)
+    gone(path)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_stopped_until_all_others_have_gone(path: str, join: Any, end: signal.Signals) -> None:
+    """As slow as a teardown can be: the process still holds its lock when the one that made the folder leaves."""
+    first, slow = join(), join()
+    os.kill(slow.pid, signal.SIGSTOP)
+    first.communicate()
+    time.sleep(0.2)
+    assert os.path.isdir(path) and first.returncode == 0
+    os.kill(slow.pid, end)
+    if end != signal.SIGKILL:
+        assert os.path.isdir(path)
+        os.kill(slow.pid, signal.SIGCONT)
+    gone(path)
+
+
+def test_the_keeper_is_nobodys_child_and_holds_nothing(path: str, join: Any) -> None:
+    """A group that is told to end does not take it along, and whoever reads the maker's output sees its end."""
+    maker = join(start_new_session=True)
+    wait_for(lambda: len(keepers(path)) == 1)
+    other = join()
+    (keeper,) = keepers(path)
+    fields = Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()
+    assert int(fields[1]) != maker.pid and int(fields[3]) != maker.pid
+    files = {os.readlink(one) for one in Path(f"/proc/{keeper}/fd").iterdir()}
+    assert files == {"/dev/null", os.path.join(path, shared_folder.ALIVE)}
+    assert os.readlink(f"/proc/{keeper}/cwd") == "/"
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(keeper, number)
+    maker.kill()
+    maker.communicate()
+    assert keepers(path) == [keeper] and os.path.isdir(path)
+    other.kill()
+    gone(path)
+
+
+def test_the_keeper_leaves_a_folder_that_others_made_anew(path: str, tmp_path: Path, join: Any) -> None:
+    maker = join()
+    wait_for(lambda: keepers(path))
+    (keeper,) = keepers(path)
+    os.rename(path, tmp_path / "away")
+    theirs = join()
+    maker.kill()
+    wait_for(lambda: not os.path.exists(f"/proc/{keeper}"))
+    assert os.path.isdir(path) and os.path.isdir(tmp_path / "away")
+    theirs.kill()
+    gone(path)
+
+
+@pytest.mark.parametrize("where", ["", "/nowhere/python"])
+def test_no_keeper_can_be_started(path: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(sys, "executable", where)
+    mine = Member(path)
+    assert mine.is_there() and not keepers(path)
+    mine.leave()
+    assert not os.path.exists(path)
+
+
+def test_the_next_start_clears_what_was_left_without_a_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "_start_keeper", lambda path: None)
+    paths = [str(tmp_path / f"{shared_folder.PREFIX}{name}") for name in ("killed", "alive", "not ours")]
+    members = [Member(one) for one in paths]
+    for left in (members[0], members[2]):
+        left.forget()
+    (tmp_path / f"{shared_folder.PREFIX}never joined").mkdir()
+    (tmp_path / f"{shared_folder.PREFIX}link").symlink_to(paths[2])
+    shared_folder.sweep(str(tmp_path), lambda name: "not ours" not in name)
+    left_over = {one.name.removeprefix(shared_folder.PREFIX) for one in tmp_path.iterdir()}
+    assert left_over == {"alive", "not ours", "never joined", "link"}
+    members[1].leave()
+
+
+def test_what_a_killed_process_left_is_removed(path: str, join: Any) -> None:
+    process = join("no keeper")
     assert not shared_folder.remove_if_left(path)
     process.kill()
     process.communicate()
@@ -91,9 +222,13 @@ def test_a_handle_closed_behind_our_back_is_not_taken_for_ours(path: str, tmp_pa
 def test_no_folder_can_be_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Member(str(tmp_path / "missing" / "folder"))
-    (tmp_path / "link").symlink_to(tmp_path / "missing")
-    with pytest.raises(FileNotFoundError):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(NotADirectoryError):
         Member(str(tmp_path / "link"))
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         Member(str(tmp_path / "file"))
+    (tmp_path / "open").mkdir(0o755)
+    with pytest.raises(PermissionError, match="is not a private folder of user"):
+        Member(str(tmp_path / "open"))
+    assert not os.listdir(tmp_path / "open")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_house import RELEASE, House
 
-from vllm_omni_patch import installed, mismatches
+from vllm_omni_patch import installed, mismatches, processes
 
 LOAD = "vllm.worker:Worker.load"
 EXECUTE = "vllm.runner:Runner.execute"
@@ -296,6 +296,34 @@ def test_status_shows_each_process_and_what_it_did(house: House) -> None:
     text = command(house, "status", "--report-dir", str(house.reports), flag=None).stdout
     assert "applied" in text
     assert "6 not imported here" in text  # 2 of the probe, 4 of the loader itself
+
+
+def test_a_process_that_ended_is_not_alive_again_when_its_id_is(house: House) -> None:
+    """The file of a process whose id another one has now, of one that nobody has waited for, and of one that runs."""
+    if not processes.born():
+        pytest.skip("no /proc here")
+    code = (
+        "import json, os; from vllm_omni_patch import ledger; print(json.dumps(ledger.snapshot()), flush=True); input()"
+    )
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    try:
+        assert child.stdout is not None
+        written = json.loads(child.stdout.readline())
+        house.reports.mkdir()
+        earlier = {**written, "born": written["born"] - 1}
+        elsewhere = {**written, "host": "elsewhere"}
+        for number, one in enumerate((written, earlier, {**written, "born": 0}, elsewhere)):
+            (house.reports / f"ledger-{number}.json").write_text(json.dumps({**one, "started": number}))
+        found = status(house, "--report-dir", str(house.reports), flag=None)
+        assert [one["alive"] for one in found["processes"]] == [True, False, True, None]
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        found = status(house, "--report-dir", str(house.reports), flag=None)
+        assert [one["alive"] for one in found["processes"]] == [False, False, False, None]
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def process(pid: int, state: str, **facts: Any) -> dict[str, Any]:
