@@ -112,29 +112,43 @@ def metrics() -> str:
     from vllm_omni_patch.patches.available_memory import report
     from vllm_omni_patch.patches.ec_connector import stats
 
+    worker = "each worker: one sample for each"
     rows = [
-        ("info", "gauge", "patch, target, state, vllm_version", "1 for each target: what became of it."),
-        *((f"ec_{name}_total", "counter", "", text) for name, text in stats.HELP.items()),
+        (
+            "info",
+            "gauge",
+            "patch, target, state, vllm_version",
+            "1 for each target: what became of it.",
+            "all processes together: each state once",
+        ),
+        *((f"ec_{name}_total", "counter", "", text, stats.WHO[name]) for name, text in stats.HELP.items()),
         *(
-            (f"memory_{name}_bytes", "gauge", "rank", f"KV budget: {name.replace('_', ' ')}. No sample when unknown.")
+            (
+                f"memory_{name}_bytes",
+                "gauge",
+                "rank",
+                f"KV budget: {name.replace('_', ' ')}. No sample when unknown.",
+                worker,
+            )
             for name, unit in report.STANDARD
             if unit == "bytes"
         ),
         *(
-            (f"memory_model_local_kv_{part}_bytes", "gauge", "rank", f"KV budget: model-local KV, {text}.")
+            (f"memory_model_local_kv_{part}_bytes", "gauge", "rank", f"KV budget: model-local KV, {text}.", worker)
             for part, text in (("declared", "declared"), ("resident", "resident"), ("pending", "still to come"))
         ),
-        ("memory_kv_cache_bytes", "gauge", "rank", "The KV budget that the worker returned."),
-        ("memory_kv_cache_blocks", "gauge", "rank", "KV cache blocks."),
+        ("memory_kv_cache_bytes", "gauge", "rank", "The KV budget that the worker returned.", worker),
+        ("memory_kv_cache_blocks", "gauge", "rank", "KV cache blocks.", worker),
         (
             "model_local_kv_bytes",
             "gauge",
             "owner, name, kind",
             "KV outside the paged manager; kind is per_row, declared_peak, storage_peak or observed_peak.",
+            worker,
         ),
     ]
-    lines = ["| metric `vllm_omni_patch_…` | type | labels | what |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in rows]
+    lines = ["| metric `vllm_omni_patch_…` | type | labels | what | counted or set by |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join((f'`{name}`', *more))} |" for name, *more in rows]
     return "\n".join(lines)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collector that shows the numbers of all processes of an engine on vLLM's ``/metrics``.
 
-Counters are summed over processes, those that have ended included, so that a sum never falls. A gauge is shown as it
-is; where two living processes have set the same gauge with the same labels to different values, each is shown with its
-process id in a further label ``pid``.
+Counters are summed over processes, those that have ended included, so that a sum never falls. Where processes do the
+same thing, as the ranks of an engine do, one of them counts it. A gauge is shown as it is; where several living
+processes have set it with the same labels, each is shown with its process id in a further label ``pid`` (and, on
+several hosts, ``host``), also where the values are equal: two engines that hold as much each hold twice that together.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _merge(
     snapshots: list[dict[str, Any]], kinds: dict[str, tuple[str, str]]
 ) -> tuple[dict[Key, float], dict[Key, float]]:
     sums: dict[Key, float] = {}
-    seen: dict[Key, dict[int, float]] = {}
+    seen: dict[Key, dict[tuple[str, str], float]] = {}
     for one in snapshots:
         alive = metrics.is_alive(one)
         for name, pairs, value in one["values"]:
@@ -89,14 +90,14 @@ def _merge(
             if kinds[name][0] == "counter":
                 sums[key] = sums.get(key, 0.0) + value
             elif alive:
-                seen.setdefault(key, {})[one["pid"]] = value
+                seen.setdefault(key, {})[(one["host"], str(one["pid"]))] = value
     gauges: dict[Key, float] = {}
-    for (name, labels), by_pid in seen.items():
-        if len(set(by_pid.values())) == 1:
-            gauges[(name, labels)] = next(iter(by_pid.values()))
-            continue
-        for pid, value in by_pid.items():
-            gauges[(name, (*labels, ("pid", str(pid))))] = value
+    for (name, labels), by_process in seen.items():
+        hosts = {host for host, _ in by_process}
+        for (host, pid), value in by_process.items():
+            where = (("host", host),) if len(hosts) > 1 else ()
+            more = (("pid", pid), *where) if len(by_process) > 1 else ()
+            gauges[(name, (*labels, *more))] = value
     return sums, gauges
 
 

@@ -113,6 +113,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
                 self._engine,
                 keys,
                 device=str(current_platform.device_type),
+                first=group.rank_in_group == 0,
                 stores=self.is_producer and group.rank_in_group == 0 and not adapters_unclear,
                 agree=agree_over(group.cpu_group) if group.world_size > 1 else None,
             )

@@ -50,6 +50,7 @@ class WorkerSide:
         engine: the store; ``get``, ``put``, ``discard`` and ``new_epoch`` are used.
         keys: keys of items.
         device: where loaded tensors go, as torch names it.
+        first: whether this is the first rank. It counts what all do alike, and keeps copies of what a remote sent.
         stores: whether this rank writes (a producer's first rank).
         agree: turns this rank's success flags into those that all ranks hold. Every rank calls it in the same order,
             once in each step whose plan has loads, with one flag per load: a rank that encodes alone would wait for
@@ -62,10 +63,12 @@ class WorkerSide:
         keys: ItemKeys,
         *,
         device: str,
+        first: bool = True,
         stores: bool,
         agree: Agree | None = None,
     ) -> None:
         self._engine = engine
+        self._engine.stats.speaks = first
         self._keys = keys
         self._device = device
         self._stores = stores

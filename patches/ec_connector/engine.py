@@ -331,6 +331,8 @@ class ECCacheEngine:
 
     def _keep_copy(self, key: Key, header: Header, tensor: torch.Tensor) -> None:
         """Put what came from a remote into the local tiers, where there is room in the queue."""
+        if not self.stats.speaks:
+            return  # the first rank got it, too
         try:
             storing = self._storing()
             if storing is None:

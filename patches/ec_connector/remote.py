@@ -130,7 +130,7 @@ def shared_folder_path(url: str) -> str:
 class RemoteTier:
     """A :class:`Remote` behind lanes and a breaker. Loads and lookups never raise and are bounded in time.
 
-    ``refuse`` is called with the path of a damaged entry that cannot be removed.
+    ``refuse`` is called with the path of a damaged entry that cannot be removed, ``first_to_find`` with that of any.
     """
 
     def __init__(
@@ -140,9 +140,11 @@ class RemoteTier:
         config: ECConfig,
         stats: ECStats,
         refuse: Callable[[str], None] = lambda path: None,
+        first_to_find: Callable[[str], bool] = lambda path: True,
     ) -> None:
         self.name = name = without_userinfo(name)
         self._refuse = refuse
+        self._first_to_find = first_to_find
         self._remote = remote
         self._config = config
         self._stats = stats
@@ -279,7 +281,8 @@ class RemoteTier:
         gone = self._remove(key)
         if not gone:
             self._refuse(key.path)
-        bad_entry(self._stats, key, self.name, error, gone)
+        if self._first_to_find(key.path):
+            bad_entry(self._stats, key, self.name, error, gone)
 
     def _remove(self, key: Key) -> bool:
         try:

@@ -32,7 +32,7 @@ class Runtime:
         self._alive: shared_folder.Member | None = member
         self.path = member.path
         self.parent = os.path.dirname(self.path)
-        self._epoch_file, self._refusals = self._file("epoch"), self._file("refused")
+        self._epoch_file, self._refusals, self._found = map(self._file, ("epoch", "refused", "found"))
         self._mutex = threading.Lock()
         self._epoch: tuple[tuple[int, int] | None, str] | None = None
         with contextlib.suppress(OSError):
@@ -111,14 +111,30 @@ class Runtime:
                 os.mkdir(self._refusals, 0o700)
             os.close(_new_file(self._refusal(path)))
 
+    def first_to_find(self, path: str, version: str = "") -> bool:
+        """Whether no process of this engine has found this version of a bad entry before; True where none can tell.
+
+        Without a version: since an entry was last stored there.
+        """
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._found, 0o700)
+            os.close(_new_file(self._finding(path, version)))
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def refused(self, path: str) -> bool:
         """Whether :meth:`refuse` was called for the entry, here or in another process of this engine."""
         return os.access(self._refusals, os.F_OK) and os.access(self._refusal(path), os.F_OK)
 
     def allow(self, path: str) -> None:
-        """Lift :meth:`refuse`."""
-        with contextlib.suppress(OSError):
-            os.unlink(self._refusal(path))
+        """Lift :meth:`refuse`: another entry is there."""
+        for mark in (self._refusal(path), self._finding(path, "")):
+            with contextlib.suppress(OSError):
+                os.unlink(mark)
 
     def room(self) -> int:
         """Bytes that entries may take of the file system below: half of it, because others live there too."""
@@ -134,6 +150,9 @@ class Runtime:
 
     def _file(self, name: str) -> str:
         return os.path.join(self.path, name)
+
+    def _finding(self, path: str, version: str) -> str:
+        return os.path.join(self._found, _digest(f"{path} {version}")[:40])
 
     def _refusal(self, path: str) -> str:
         return os.path.join(self._refusals, _digest(path)[:40])

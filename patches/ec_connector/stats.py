@@ -32,6 +32,17 @@ HELP = {
     "bytes_stored": "Bytes of encoder outputs stored.",
     "load_seconds": "Seconds spent loading encoder outputs.",
 }
+# All tensor-parallel ranks of an engine load the same items in the same step: the first rank counts for all of them,
+# so that a sum over processes is the engine's number, and over engines the deployment's.
+ALIKE = ("hits", "misses", "fallbacks", "bytes_loaded", "load_seconds")
+_SCHEDULER, _FIRST = "each engine's scheduler", "each engine's first rank, for all its ranks"
+_EACH = "every process by itself: each one tries"
+WHO = {
+    **dict.fromkeys(HELP, _FIRST),  # the first rank alone stores
+    **dict.fromkeys(("lookups", "lookup_hits"), _SCHEDULER),
+    **dict.fromkeys(("read_failures", "errors", "remote_failures"), _EACH),
+    "bad_entries": "the first process of an engine to find it",
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,11 @@ class ECStats:
     """Counters of one engine. ``interval`` seconds lie between log lines at least; 0: no line.
 
     Every counter also goes to ``vllm_omni_patch_ec_<name>_total``. A forked child counts nothing, because a lock may
-    have been held when it was forked.
+    have been held when it was forked. ``speaks`` is set to False on all ranks of an engine but the first: they leave
+    what is in ``ALIKE`` to it.
     """
+
+    speaks = True
 
     def __init__(self, role: str, interval: float = 60.0) -> None:
         self._role = role
@@ -81,7 +95,7 @@ class ECStats:
 
     def add(self, name: str, amount: float = 1, reason: str = "") -> None:
         """Count; ``reason`` also keeps a count of its own (why stores were dropped). Never raises."""
-        if self.forked:
+        if self.forked or not (self.speaks or name not in ALIKE):
             return
         with self._lock:
             self._values[name] += amount

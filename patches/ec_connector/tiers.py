@@ -115,7 +115,8 @@ class Tiers:
         gone = tier.store.remove(key, error.seen)
         if not gone:
             self.runtime.refuse(key.path)
-        bad_entry(self.stats, key, tier.name, error, gone)
+        if self.runtime.first_to_find(key.path, f"{error.seen.st_ino} {error.seen.st_mtime_ns}"):
+            bad_entry(self.stats, key, tier.name, error, gone)
 
     def unreadable(self, tier: FileTier, key: Key, error: OSError) -> None:
         """A load failed. Refuse an entry whose file is there and cannot be read, unless this process is what lacks
@@ -149,9 +150,9 @@ def _remote_tier(config: ECConfig, role: str, model: str, dtype: str, stats: ECS
     path = shared_folder_path(config.remote_url)
     if path:
         folder = SharedFolder(path, config.fsync, config.touch_seconds)
-        return RemoteTier(config.remote_url, folder, config, stats, runtime.refuse)
+        return RemoteTier(config.remote_url, folder, config, stats, runtime.refuse, runtime.first_to_find)
     from vllm_omni_patch.patches.ec_connector.lmcache_remote import LMCacheRemote
 
     remote = LMCacheRemote(config, model, dtype, lookups_only=role == "scheduler")
     name = config.remote_url or ", ".join(config.remote_options["remote_storage_plugins"])
-    return RemoteTier(name, remote, config, stats, runtime.refuse)
+    return RemoteTier(name, remote, config, stats, runtime.refuse, runtime.first_to_find)

@@ -84,21 +84,31 @@ def test_counters_are_summed_and_keep_what_ended_processes_counted() -> None:
     ]
 
 
-def test_a_gauge_is_shown_as_it_is_where_processes_agree() -> None:
+def test_a_gauge_is_shown_as_it_is_where_one_process_set_it() -> None:
     one = sample(
         1, families=GAUGE, values=[["size_bytes", [["rank", "0"]], 10.0], ["size_bytes", [["rank", "1"]], 7.0]]
     )
-    other = sample(2, families=GAUGE, values=[["size_bytes", [["rank", "0"]], 10.0]])
+    other = sample(2, families=GAUGE, values=[["size_bytes", [["rank", "2"]], 10.0]])
     assert lines(one, other) == [
         'vllm_omni_patch_size_bytes{rank="0"} 10.0',
         'vllm_omni_patch_size_bytes{rank="1"} 7.0',
+        'vllm_omni_patch_size_bytes{rank="2"} 10.0',
     ]
 
 
-def test_two_values_of_one_gauge_are_told_apart_by_process() -> None:
-    one = sample(1, families=GAUGE, values=[["size_bytes", [], 10.0]])
-    other = sample(2, families=GAUGE, values=[["size_bytes", [], 11.0]])
-    assert lines(one, other) == ['vllm_omni_patch_size_bytes{pid="1"} 10.0', 'vllm_omni_patch_size_bytes{pid="2"} 11.0']
+@pytest.mark.parametrize("second", [10.0, 11.0])
+def test_one_gauge_of_two_processes_is_told_apart_by_process(second: float) -> None:
+    """Also where they agree: the ranks 0 of two data-parallel engines hold as much each, and a sum counts both."""
+    one = sample(1, families=GAUGE, values=[["size_bytes", [["rank", "0"]], 10.0]])
+    other = sample(2, families=GAUGE, values=[["size_bytes", [["rank", "0"]], second]])
+    assert lines(one, other) == [
+        'vllm_omni_patch_size_bytes{pid="1",rank="0"} 10.0',
+        f'vllm_omni_patch_size_bytes{{pid="2",rank="0"}} {second}',
+    ]
+    assert lines(one, {**other, "pid": 1, "host": "third"}) == [
+        'vllm_omni_patch_size_bytes{host="elsewhere",pid="1",rank="0"} 10.0',
+        f'vllm_omni_patch_size_bytes{{host="third",pid="1",rank="0"}} {second}',
+    ]
 
 
 def test_a_gauge_of_a_process_that_ended_is_gone() -> None:
