@@ -34,7 +34,7 @@ STALE_S = 24 * 3600.0
 # concern it: it ends with the others anyway. No path is on its command line, where "pkill -9 -f vllm" would look.
 _KEEPER = f"""\
 # Removes the folder that it was started in, once every process that takes part in it has ended.
-import fcntl, os, signal
+import fcntl, os, shutil, signal
 for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(one, signal.SIG_IGN)
 if os.fork():
@@ -44,8 +44,14 @@ alive = os.open("{ALIVE}", os.O_RDWR | os.O_NOFOLLOW)
 os.chdir("/")
 fcntl.flock(alive, fcntl.LOCK_EX)
 if os.path.samestat(os.fstat(alive), os.stat(os.path.join(path, "{ALIVE}"))):
-    import shutil
-    shutil.rmtree(path, ignore_errors=True)
+    os.chdir(path)
+    for name in set(os.listdir()) - {{"{ALIVE}"}}:
+        if os.path.isdir(name) and not os.path.islink(name):
+            shutil.rmtree(name, ignore_errors=True)
+        else:
+            os.unlink(name)
+    os.unlink("{ALIVE}")
+    os.rmdir(path)
 """
 _KEEPER_STARTS_S = 5.0
 
@@ -70,7 +76,7 @@ class Member:
     def leave(self) -> None:
         """Take part no more; remove the folder when nobody else does. Never raises."""
         if self.is_there() and _alone(self._handle):
-            shutil.rmtree(self.path, ignore_errors=True)
+            _clear(self.path)
         self.forget()
 
     def forget(self) -> None:
@@ -150,10 +156,25 @@ def remove_if_left(path: str) -> bool:
     try:
         left = _alone(handle)
         if left:
-            shutil.rmtree(path, ignore_errors=True)
+            _clear(path)
     finally:
         os.close(handle)
     return left
+
+
+def _clear(path: str) -> None:
+    """Remove the folder, whose lock this process has alone: the locked file last. Whoever is killed half-way, or has a
+    thread that still writes there, leaves it to the keeper or to the next start. Never raises."""
+    with contextlib.suppress(OSError):
+        for name in set(os.listdir(path)) - {ALIVE}:
+            one = os.path.join(path, name)
+            if os.path.isdir(one) and not os.path.islink(one):
+                shutil.rmtree(one, ignore_errors=True)
+            else:
+                os.unlink(one)
+        if os.listdir(path) == [ALIVE]:
+            os.unlink(os.path.join(path, ALIVE))
+            os.rmdir(path)
 
 
 def sweep(parent: str, ours: Callable[[str], bool]) -> None:

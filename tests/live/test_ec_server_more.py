@@ -60,7 +60,13 @@ def engine(
 ) -> Server:
     ec = {**OURS, "ec_role": role}
     return Server(
-        model, str(folder), ec=ec, flag="ec_connector", env=env, arguments=[*ARGUMENTS, *arguments], name=name
+        model,
+        str(folder),
+        ec=ec,
+        flag="ec_connector,available_memory",
+        env=env,
+        arguments=[*ARGUMENTS, *arguments],
+        name=name,
     )
 
 
@@ -87,12 +93,30 @@ def test_memory_only(folder: Path, model: str, reference: dict[int, Answer]) -> 
         shutil.rmtree(shm)
 
 
-def test_several_api_servers_show_the_same_numbers(folder: Path, model: str) -> None:
-    """Each scrape may reach another one; the numbers are the engine's."""
-    with engine(model, folder, arguments=("--api-server-count", "2"), name="servers") as server:
-        assert all(server.image(seed).ok for seed in IMAGES)
-        counted(server, "stored", len(IMAGES))
-        assert [counters(server)["stored"] for _ in range(8)] == [float(len(IMAGES))] * 8
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_deployment_is_one_number(folder: Path, model: str, engines: int) -> None:
+    """Two ranks load what one scheduler promised, and either API server says so once for each engine.
+
+    Each scrape may reach another server. Requests come one by one, so each lookup that finds an item is a load.
+    """
+    more = ["--api-server-count", "2", "--tensor-parallel-size", "2", "--data-parallel-size", str(engines)]
+    env = {"LMCACHE_EC_LOCAL_DISK": str(folder / f"deployment-{engines}")}
+    with engine(model, folder, env=env, arguments=tuple(more), name=f"deployment-{engines}") as server:
+        for _ in range(4):
+            assert all(server.image(seed, timeout=240).ok for seed in IMAGES), server.log()[-3000:]
+            time.sleep(0.5)
+        hits = counted(server, "hits", 4)
+        assert [counters(server) for _ in range(8)] == [counters(server)] * 8
+        seen = counters(server)
+        assert seen["hits"] == hits == seen["lookup_hits"] and seen.get("fallbacks", 0) == 0
+        assert seen["stored"] == len(entries(folder / f"deployment-{engines}")) == len(IMAGES)
+        size = os.path.getsize(entries(folder / f"deployment-{engines}")[0])
+        assert 0 < seen["bytes_loaded"] <= hits * size
+        page = server.get("/metrics").splitlines()
+        held = [line for line in page if line.startswith("vllm_omni_patch_memory_kv_cache_bytes{")]
+        assert len(held) == 2 * engines
+        lookups = [line for line in page if line.startswith("vllm_omni_patch_ec_lookups_total")]
+        assert len(lookups) == 1
         assert server.stop() == {}
 
 
@@ -185,12 +209,12 @@ def test_nothing_is_left_whoever_ends_last(folder: Path, model: str, last: str) 
         assert server.image(1).ok
         shared = server.group.shared_folders()
         assert len(shared) == 2
-        head = server.group.process.pid
-        (core,) = _children(head)
-        workers = _children(core) or [core]
+        members = server.group.members()
+        workers = [pid for pid, command in members.items() if "Worker" in command]
+        assert workers, members
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)
-        for pid in (head, *({core} - set(workers))):
+        for pid in set(members) - set(workers):
             os.kill(pid, signal.SIGKILL)
         server.group.process.wait(60)
         assert all(map(os.path.isdir, shared)), "somebody is there"

@@ -26,6 +26,8 @@ from vllm_omni_patch.shared_folder import Member
 if "no keeper" in sys.argv:
     shared_folder._start_keeper = lambda path: None
 mine = Member(sys.argv[1])
+if "killed half-way" in sys.argv:
+    os.unlink = lambda *_, **__: os.kill(os.getpid(), 9)
 print("in", flush=True)
 sys.stdin.read()
 mine.leave()
@@ -232,3 +234,20 @@ def test_no_folder_can_be_made(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="is not a private folder of user"):
         Member(str(tmp_path / "open"))
     assert not os.listdir(tmp_path / "open")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_whoever_is_killed_while_removing_leaves_the_rest_to_others(path: str, join: Any, kept: bool) -> None:
+    """The file with the lock goes last: a folder without it would belong to nobody for ever."""
+    process = join("killed half-way", *([] if kept else ["no keeper"]))
+    os.makedirs(os.path.join(path, "inner", "deep"))
+    for name in ("inner/entry", "a", "zz"):
+        Path(path, name).touch()
+    os.symlink("/", os.path.join(path, "link"))
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    if not kept:
+        assert os.path.exists(os.path.join(path, shared_folder.ALIVE))
+        assert shared_folder.remove_if_left(path) and not os.path.exists(path)
+    gone(path)
+    assert os.path.isdir("/usr"), "links are not followed"
