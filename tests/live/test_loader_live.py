@@ -76,8 +76,11 @@ def test_every_process_says_what_it_applied(engine: Seen) -> None:
         role: {entry["patch"] for entry in process["entries"] if entry["state"] == "applied"}
         for role, process in roles.items()
     }
-    assert applied["worker"] == {"available_memory", "ec_connector", "model_local_kv"}
+    assert applied["worker"] == {"loader", "available_memory", "ec_connector", "model_local_kv"}
     assert "ec_connector" in applied["engine core"]
+    served = {e["target"]: e["state"] for e in roles["api server"]["entries"] if e["patch"] == "loader"}
+    assert set(served.values()) <= {"applied", "skipped"}, served  # no configure_logging up to 0.30
+    assert [state for name, state in served.items() if "configure_logging" not in name] == ["applied"] * 4
     assert engine.status["mismatches"] == []
     assert engine.status["problems"] == []
     for process in roles.values():

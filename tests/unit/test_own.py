@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_house import OWN_STATES, STATES, House
+from fake_house import OWN_STATES, ROOT, STATES, House
 from test_status import ENGINE, log, status
 from test_strict import start
 
@@ -278,7 +279,7 @@ def test_a_registry_is_served_though_ours_cannot_go_on_it(
     done = install(MULTIPROCESS, multiprocess)
     said: list[str] = []
     monkeypatch.setattr(ledger, "say", lambda level, text, name="": said.append(text))
-    monkeypatch.setattr(exposition, "Collector", lambda: 1 / 0)
+    monkeypatch.setattr(exposition, "Collector", lambda *_: 1 / 0)
     registry = prometheus.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     assert [type(one).__name__ for one in registry._collector_to_names] == ["MultiProcessCollector"]
@@ -343,3 +344,31 @@ def test_a_setting_switches_a_target(house: House, value: str, state: list[str] 
     if value in ("", "0"):
         assert rows[HELPER]["reason"] == "only with VLLM_OMNI_PATCH_PROBE_HELPS=1"
         assert json.dumps(rows[HELPER])
+
+
+# -- nothing else
+
+FOREIGN = {
+    "vllm_omni_patch/apply.py": "puts a target back",
+    "vllm_omni_patch/patch.py": "the undo of a wrapper",
+    "vllm_omni_patch/known_flags.py": "target vllm.envs:environment_variables",
+    "patches/ec_connector/remote.py": "an object of our own",
+    "patches/model_local_kv/observe.py": "target transformers.cache_utils:Cache",
+    "patches/model_local_kv/families/attach.py": "the classes that are targets",
+    "patches/available_memory/profiling.py": "swapped(): for the length of a call to a target, and taken back",
+    "patches/available_memory/hooks_neuron.py": "the worker, for the length of a call to a target, and taken back",
+}
+
+
+@pytest.mark.skipif(not (ROOT / "patches").is_dir(), reason="not in a checkout")
+def test_every_place_that_sets_an_attribute_by_name_is_accounted_for() -> None:
+    """Whatever changes an object of another package is a target, or undone before the target's call returns."""
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("vllm_omni_patch", "patches")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(
+            r"\b(setattr|delattr|wrap_function_wrapper|wrap_object|patch_function_wrapper)\(", path.read_text()
+        )
+    }
+    assert found == set(FOREIGN)
