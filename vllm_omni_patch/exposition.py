@@ -9,6 +9,7 @@ several hosts, ``host``), also where the values are equal: two engines that hold
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,7 +90,7 @@ def _merge(
             key = (name, tuple((str(k), str(v)) for k, v in pairs))
             if kinds[name][0] == "counter":
                 sums[key] = sums.get(key, 0.0) + value
-            elif alive:
+            elif alive and not math.isnan(value):
                 seen.setdefault(key, {})[(one["host"], str(one["pid"]))] = value
     gauges: dict[Key, float] = {}
     for (name, labels), by_process in seen.items():

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import sys
@@ -50,11 +51,13 @@ _member: shared_folder.Member | None = None
 _asked = False  # multiprocessing, to finalize forked children
 
 
-def set_gauge(name: str, help: str, value: float, /, **labels: object) -> None:
-    """Set gauge ``vllm_omni_patch_<name>`` to ``value``."""
+def set_gauge(name: str, help: str, value: float | None, /, **labels: object) -> None:
+    """Set gauge ``vllm_omni_patch_<name>`` to ``value``; ``None``: not known (any more), so it has no sample."""
     with _lock:
         _families[name] = ("gauge", help)
-        _set((name, _key(labels)), float(value))
+        key = (name, _key(labels))
+        if value is not None or key in _values:
+            _set(key, math.nan if value is None else float(value))
 
 
 def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:

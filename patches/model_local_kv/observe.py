@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_omni_patch.patches.model_local_kv.measure import Held, StorageKey, is_pair, measure
@@ -32,15 +32,16 @@ _PASS = frozenset({"copy", "copyreg", "transformers.cache_utils", __name__})
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a cache was made: ``site`` is ``file:line function``; ``selves`` are the nearest callers' ``self``."""
+    """Where a cache was made: ``site`` is ``file:line function``; ``owners`` are the ids of the nearest callers'
+    ``self``, the nearest first, with a reference to each. A cache may outlive them and is theirs all the same."""
 
     site: str
-    selves: tuple[weakref.ref[Any], ...] = ()
+    owners: tuple[tuple[int, weakref.ref[Any]], ...] = ()
     classes: tuple[str, ...] = ()
 
-    def owners(self) -> list[Any]:
-        """The callers that are still alive, the nearest first."""
-        return [owner for owner in (ref() for ref in self.selves) if owner is not None]
+    def of_the_living(self) -> Origin:
+        """Without the callers that are gone: another model's modules may have their ids."""
+        return replace(self, owners=tuple(pair for pair in self.owners if pair[1]() is not None))
 
 
 @dataclass
@@ -59,8 +60,9 @@ class Record:
 class Peak:
     """Largest figures seen for one group of caches. Bytes; ``rows`` counts batch entries over all live caches.
 
-    ``row_bytes`` and ``row_storage_bytes``: the most that one row of one cache showed and pinned. ``unmeasured``
-    counts caches of a layout that is not known; while it is above 0 the byte figures are floors.
+    ``row_bytes`` and ``row_storage_bytes``: the most that one row of one cache showed and pinned; 0 where no
+    allocation said what a row of it is. ``unmeasured``: caches alive at once whose layout is not known; above 0 the
+    byte figures are floors. ``rowless``: something held bytes and did not say how many rows, so ``rows`` is a floor.
     """
 
     storage_bytes: int = 0
@@ -73,6 +75,7 @@ class Peak:
     created: int = 0
     copies: int = 0
     unmeasured: int = 0
+    rowless: bool = False
     kinds: set[str] = field(default_factory=set)
     sites: set[str] = field(default_factory=set)
 
@@ -81,6 +84,11 @@ class Peak:
         if held.rows:
             self.row_bytes = max(self.row_bytes, held.view_bytes // held.rows)
             self.row_storage_bytes = max(self.row_storage_bytes, held.storage_bytes // held.rows)
+
+    def marks(self) -> tuple[Any, ...]:
+        """What a report says of it, but for what comes and goes."""
+        rows = (self.rows, self.row_bytes, self.row_storage_bytes, self.rowless)
+        return (self.storage_bytes, self.view_bytes, *rows, self.unmeasured, self.created > 0)
 
 
 Grouper = Callable[[Origin, tuple[int, int]], Hashable]
@@ -92,6 +100,7 @@ class Observer:
 
     ``group`` says whose a cache is; it may be replaced when the model is known, which starts the counting anew.
     ``on_round`` is called on the measuring thread after each round, with whether a peak has risen since the last.
+    ``failures`` counts what went wrong in here, first with ``failure``: above 0, something may have been missed.
     """
 
     def __init__(self, interval: float = 1.0, on_round: Callable[[bool], None] | None = None) -> None:
@@ -100,12 +109,15 @@ class Observer:
         self.peaks: dict[Hashable, Peak] = {}
         self.samples = 0
         self.seconds = 0.0
+        self.failures = 0
+        self.failure = ""
         self._group: Grouper = lambda origin, geometry: origin.site
         self._records: dict[int, Record] = {}
         self._fixed: dict[Hashable, Held] = {}
         self._busy = threading.Lock()
         self._not_before = 0.0
         self._risen = False
+        self._marks: dict[Hashable, tuple[Any, ...]] = {}
         self._wake = threading.Event()
         self._thread_of: int | None = None
         self._stopped = False
@@ -156,10 +168,11 @@ class Observer:
         """Count by ``group`` from now on; what is alive is sorted in again."""
         with self._busy:
             self._group = group
-            created = [(record.origin, record) for record in self._records.copy().values()]
+            created = list(self._records.copy().values())
             self.peaks = {}
             self._fixed = {}
-            for _, record in created:
+            for record in created:
+                record.origin = record.origin.of_the_living()
                 record.group = None
                 self._count(record)
         self.sample()
@@ -189,6 +202,7 @@ class Observer:
         return True
 
     def _sample(self) -> None:
+        # For each group its storages and [bytes shown, rows, caches, caches that cannot be measured].
         totals: dict[Hashable, tuple[dict[StorageKey, int], list[int]]] = {}
         for key, record in self._records.copy().items():
             cache = record.ref()
@@ -200,27 +214,34 @@ class Observer:
                 continue
             held = measure(cache)
             group = self._settle(record, held)
-            storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
+            storages, sums = totals.setdefault(group, ({}, [0, 0, 0, 0]))
             sums[2] += 1
-            if held is not None:
+            if held is None:
+                sums[3] += 1
+            else:
+                self._add(group, held, storages, sums)
                 self.peaks[group].note(held)
-                storages.update(held.storages)
-                sums[0] += held.view_bytes
-                sums[1] += held.rows
         for group, held in self._fixed.items():
-            storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
+            storages, sums = totals.setdefault(group, ({}, [0, 0, 0, 0]))
             self.peaks.setdefault(group, Peak())  # several allocations at once: what one row of them is, is not known
-            storages.update(held.storages)
-            sums[0] += held.view_bytes
-            sums[1] += held.rows
+            self._add(group, held, storages, sums)
         for group, peak in self.peaks.items():
-            storages, (view, rows, caches) = totals.get(group, ({}, [0, 0, 0]))
+            storages, (view, rows, caches, unmeasured) = totals.get(group, ({}, [0, 0, 0, 0]))
             live = sum(storages.values())
             peak.live_bytes, peak.live_caches = live, caches
-            self._risen = self._risen or live > peak.storage_bytes
             peak.storage_bytes = max(peak.storage_bytes, live)
             peak.view_bytes = max(peak.view_bytes, view)
             peak.rows = max(peak.rows, rows)
+            peak.unmeasured = max(peak.unmeasured, unmeasured)
+        marks = {group: peak.marks() for group, peak in self.peaks.items()}
+        self._risen, self._marks = self._risen or marks != self._marks, marks
+
+    def _add(self, group: Hashable, held: Held, storages: dict[StorageKey, int], sums: list[int]) -> None:
+        storages.update(held.storages)
+        sums[0] += held.view_bytes
+        sums[1] += held.rows
+        if held.storages and not held.rows:
+            self.peaks[group].rowless = True
 
     def _settle(self, record: Record, held: Held | None) -> Hashable:
         """The record's group; asked again once the cache has its first tensors and with them a geometry."""
@@ -229,9 +250,6 @@ class Observer:
             self._forget(record)
             record.geometry = geometry
             self._count(record)
-        if held is None:
-            peak = self.peaks[record.group]
-            peak.unmeasured = max(peak.unmeasured, 1)
         return record.group
 
     def _forget(self, record: Record) -> None:
@@ -256,8 +274,8 @@ class Observer:
             self._records[id(instance)] = record
             if self._thread_of != os.getpid():
                 self.start()
-        except Exception:  # a cache that is not followed is a gap in a report; a raising __new__ would end a request
-            pass
+        except Exception as error:  # a raising __new__ would end a request
+            self._failed(error)
 
     def _gone(self, instance: Any) -> None:
         try:
@@ -272,8 +290,13 @@ class Observer:
             if record.group is None:
                 self._count(record)
             self._records.pop(id(instance), None)
-        except Exception:
-            pass
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """A gap in the report."""
+        self.failures += 1
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _origin(self, frame: Any) -> tuple[Origin, bool]:
         site = ""
@@ -299,7 +322,8 @@ class Observer:
                             break
             frame = frame.f_back
         classes = tuple(f"{type(owner).__module__}.{type(owner).__qualname__}" for owner in selves)
-        return Origin(site or "unknown", tuple(ref for ref in map(_weak, selves) if ref), classes), copied
+        owners = tuple((id(owner), ref) for owner in selves if (ref := _weak(owner)) is not None)
+        return Origin(site or "unknown", owners, classes), copied
 
     def start(self) -> None:
         """Start the measuring thread, once per process; a forked child's first cache starts the child's own."""
@@ -321,8 +345,8 @@ class Observer:
                 risen, self._risen = self._risen, False
                 if self.on_round is not None:
                     self.on_round(risen)
-            except Exception:  # the next round may succeed; a thread that dies would stop the report for good
-                pass
+            except Exception as error:  # the next round may succeed; a thread that dies would end the report for good
+                self._failed(error)
 
 
 def follows_class(cache_class: type) -> bool:

@@ -33,7 +33,9 @@ class Row:
     """One line of the comparison. Bytes; ``None`` where nothing is declared or known.
 
     ``observed_peak`` is in bytes of storage, ``observed_view`` in bytes of the tensors themselves. ``live`` is what is
-    alive now. ``text`` says in words what the status means here.
+    alive now. What could not be measured is ``None``, with every row that is "not observable"; where ``unmeasured``
+    caches could not be measured and others could, the figures are those of the others, and ``text`` says so. ``text``
+    says in words what the status means here.
     """
 
     owner: str
@@ -42,14 +44,15 @@ class Row:
     declared_peak: int | None
     storage_peak: int | None
     bytes_per_row: int | None
-    observed_peak: int
-    observed_view: int
-    observed_row: int
-    observed_row_storage: int
+    observed_peak: int | None
+    observed_view: int | None
+    observed_row: int | None
+    observed_row_storage: int | None
     rows_declared: int | None
-    rows_seen: int
-    live: int
+    rows_seen: int | None
+    live: int | None
     created: int
+    unmeasured: int
     sites: tuple[str, ...]
     text: str
 
@@ -71,11 +74,16 @@ class Assignment:
         for entry in entries:
             self._sets.setdefault((entry.owner, (entry.kv_heads, entry.head_dim)), []).append(entry)
             self._owner_of[entry.owner_id] = entry.owner
+        # What lives in captured graphs has no Python object, so what is seen is of the others.
+        self._unseen: list[tuple[str, list[Entry]]] = []
+        for key, held in self._sets.items():
+            visible = [entry for entry in held if not _in_graphs(entry)]
+            if visible and len(visible) < len(held):
+                self._sets[key] = visible
+                self._unseen.append((key[0], [entry for entry in held if _in_graphs(entry)]))
 
     def __call__(self, origin: Origin, geometry: tuple[int, int]) -> Group:
-        makers = [(owner, self._paths.get(id(owner))) for owner in origin.owners()]
-        known = [self._owner_of.get(id(owner)) or path for owner, path in makers]
-        named = [path for path in known if path]
+        named = [path for key, _ in origin.owners if (path := self._owner_of.get(key) or self._paths.get(key))]
         if named:
             # The nearest maker only: the callers further out run everything, so what they call proves nothing.
             return self.at(named[0], geometry) or Group(named[0], site=origin.site)
@@ -103,7 +111,7 @@ class Assignment:
 
     def declared(self) -> list[tuple[str, list[Entry]]]:
         """Owner and entries of each group of declarations."""
-        return [(owner, entries) for (owner, _), entries in self._sets.items()]
+        return [(owner, entries) for (owner, _), entries in self._sets.items()] + self._unseen
 
 
 def reconcile(assignment: Assignment, peaks: dict[Group, Peak]) -> list[Row]:
@@ -113,7 +121,7 @@ def reconcile(assignment: Assignment, peaks: dict[Group, Peak]) -> list[Row]:
         names = tuple(entry.name for entry in entries)
         rows.append(_declared(owner, names, entries, peaks.get(Group(owner, names), Peak())))
     undeclared = [_undeclared(group, peak) for group, peak in peaks.items() if not group.names]
-    return rows + sorted((row for row in undeclared if row is not None), key=lambda row: -row.observed_peak)
+    return rows + sorted((row for row in undeclared if row is not None), key=lambda row: -(row.observed_peak or 0))
 
 
 def _declared(owner: str, names: tuple[str, ...], entries: list[Entry], peak: Peak) -> Row:
@@ -132,32 +140,43 @@ def _declared(owner: str, names: tuple[str, ...], entries: list[Entry], peak: Pe
         bytes_per_row=per_row,
         rows_declared=rows,
         text=text,
-        **_observed(peak),
+        **_observed(peak, known=status != "not observable"),
     )
 
 
-def _observed(peak: Peak) -> dict[str, Any]:
-    """The columns of a row that were seen."""
+def _observed(peak: Peak, known: bool) -> dict[str, Any]:
+    """The columns of a row that were seen; ``None`` for each figure that was not measured."""
+    row = known and (bool(peak.row_bytes) or not peak.storage_bytes)
     return {
-        "observed_peak": peak.storage_bytes,
-        "observed_view": peak.view_bytes,
-        "observed_row": peak.row_bytes,
-        "observed_row_storage": peak.row_storage_bytes,
-        "rows_seen": peak.rows,
-        "live": peak.live_bytes,
+        "observed_peak": peak.storage_bytes if known else None,
+        "observed_view": peak.view_bytes if known else None,
+        "observed_row": peak.row_bytes if row else None,
+        "observed_row_storage": peak.row_storage_bytes if row else None,
+        "rows_seen": peak.rows if known and not peak.rowless else None,
+        "live": peak.live_bytes if known else None,
         "created": peak.created,
+        "unmeasured": peak.unmeasured,
         "sites": tuple(sorted(peak.sites)),
     }
+
+
+def _in_graphs(entry: Entry) -> bool:
+    return entry.residency == Residency.GRAPH_POOL.value
+
+
+def _seen(peak: Peak) -> bool:
+    return bool(peak.storage_bytes or peak.row_bytes)
 
 
 def _judge(
     entries: list[Entry], peak: Peak, declared: int, storage: int | None, per_row: int, row_limit: int
 ) -> tuple[Status, str]:
-    if not peak.storage_bytes and not peak.row_bytes:
-        if all(entry.residency == Residency.GRAPH_POOL.value for entry in entries):
+    kinds = ", ".join(sorted(peak.kinds))
+    if not _seen(peak):
+        if all(map(_in_graphs, entries)):
             return "not observable", "its tensors live inside captured graphs and have no Python object"
         if peak.unmeasured:
-            return "not observable", f"{', '.join(sorted(peak.kinds))} has a layout that cannot be measured"
+            return "not observable", f"{kinds} has a layout that cannot be measured"
         if peak.created:
             return "never seen", f"{peak.created} caches were made and held nothing so far"
         return "never seen", "no cache was made so far; after traffic on this path, the cache is dead"
@@ -166,19 +185,23 @@ def _judge(
         return "under-declared", f"{peak.storage_bytes} bytes were alive at once, {limit} are declared at most"
     if peak.row_storage_bytes > row_limit:
         return "under-declared", f"a row pinned {peak.row_storage_bytes} bytes of storage, {row_limit} are declared"
+    if peak.unmeasured:
+        at_least = f"{peak.storage_bytes} bytes were alive at once, and more in {peak.unmeasured} caches"
+        return "not observable", f"{at_least} with a layout that cannot be measured ({kinds})"
     if not peak.row_bytes:
         return "matched", f"tensors of {peak.storage_bytes} bytes, within the {limit} that are declared"
     if peak.row_bytes < per_row:
         return "over-declared", f"no row filled more than {peak.row_bytes} of {per_row} bytes so far"
-    return "matched", f"a full row is {per_row} bytes; {peak.rows} rows were alive at once"
+    rows = "how many rows were alive is not known" if peak.rowless else f"{peak.rows} rows were alive at once"
+    return "matched", f"a full row is {per_row} bytes; {rows}"
 
 
 def _undeclared(group: Group, peak: Peak) -> Row | None:
     """``None`` for a group that never held anything."""
-    if not peak.storage_bytes and not peak.row_bytes and not (peak.unmeasured and peak.created):
+    if not _seen(peak) and not peak.unmeasured:
         return None
     kinds = ", ".join(sorted(peak.kinds)) or "cache"
-    blind = "; some have a layout that cannot be measured" if peak.unmeasured else ""
+    blind = f"; {peak.unmeasured} of them at once had a layout that cannot be measured" if peak.unmeasured else ""
     return Row(
         owner=group.owner,
         names=(),
@@ -188,7 +211,7 @@ def _undeclared(group: Group, peak: Peak) -> Row | None:
         bytes_per_row=None,
         rows_declared=None,
         text=f"{kinds} made at {group.site}{blind}",
-        **_observed(peak),
+        **_observed(peak, known=_seen(peak)),
     )
 
 

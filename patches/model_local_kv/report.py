@@ -149,22 +149,27 @@ def line(row: dict[str, Any]) -> str:
 
 
 def figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """What other patches read under the fact ``model_local_kv``. Bytes.
+    """What other patches read under the fact ``model_local_kv``. Bytes; ``None`` where the sum would be a floor.
 
-    ``resident_bytes``: in place when the budget is made, charged or not; ``uncharged_bytes`` is the part of it that no
-    term of the budget contains. ``pending_bytes``: allocated later; ``None`` when an entry's state is unknown or a
-    declarer failed, because then the sum would be a floor. ``pending_storage_bytes``: the same with what views can pin.
+    ``declared_bytes``: all of it; ``None`` when a declarer failed. ``resident_bytes``: in place when the budget is
+    made, charged or not; ``uncharged_bytes`` is the part of it that no term of the budget contains. ``pending_bytes``:
+    allocated later. ``pending_storage_bytes``: the same with what views can pin. The last four are ``None`` also when
+    an entry's state is unknown; ``unknown_bytes`` are the bytes of such entries.
     """
     rows = [row for load in loads for row in load.rows()]
     failed = sum(len(load.collection.failed) + bool(load.error) for load in loads)
     unknown = sum(row["declared_peak"] for row in rows if row["charge"] == "unknown")
     pending = [row for row in rows if row["charge"] == "pending"]
     complete = not unknown and not failed
+
+    def in_state(*states: str) -> int | None:
+        return sum(row["declared_peak"] for row in rows if row["charge"] in states) if complete else None
+
     return {
-        "declared_bytes": sum(row["declared_peak"] for row in rows),
-        "resident_bytes": sum(row["declared_peak"] for row in rows if row["charge"] in ("charged", "uncharged")),
-        "uncharged_bytes": sum(row["declared_peak"] for row in rows if row["charge"] == "uncharged"),
-        "pending_bytes": sum(row["declared_peak"] for row in pending) if complete else None,
+        "declared_bytes": None if failed else sum(row["declared_peak"] for row in rows),
+        "resident_bytes": in_state("charged", "uncharged"),
+        "uncharged_bytes": in_state("uncharged"),
+        "pending_bytes": in_state("pending"),
         "pending_storage_bytes": (
             sum(max(row["declared_peak"], row["storage_peak"] or 0) for row in pending) if complete else None
         ),
@@ -227,8 +232,8 @@ def _load(load: Load) -> dict[str, Any]:
         "max_num_seqs": load.max_num_seqs,
         "budget_path": budget_path(load.engine),
         "native_report": load.native_report,
-        "modules": load.collection.modules,
-        "declarers": load.collection.declarers,
+        "modules": None if load.error else load.collection.modules,
+        "declarers": None if load.error else load.collection.declarers,
         "entries": load.rows(),
         "inert": [asdict(inert) for inert in load.collection.inert],
         "failed": [asdict(failed) for failed in load.collection.failed],
@@ -241,6 +246,8 @@ def _suspect(suspect: Suspect) -> dict[str, Any]:
     return {**row, "storage_bytes": suspect.storage_bytes}
 
 
-def mib(size: int) -> str:
+def mib(size: int | None) -> str:
     """Bytes as MiB with two decimals."""
+    if size is None:
+        return "an unknown size"
     return f"{size / (1 << 20):.2f} MiB"

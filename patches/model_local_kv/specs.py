@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +172,7 @@ class ModelLocalKVSpec:
         return None if per_row is None else per_row * self.row_count(max_num_seqs)
 
 
+@runtime_checkable
 class HasModelLocalKV(Protocol):
     """Whatever owns the cache; not the registered model, unless that is the owner."""
 

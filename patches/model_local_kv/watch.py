@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 from vllm_omni_patch import flags, ledger
@@ -19,8 +20,8 @@ from vllm_omni_patch.patches.model_local_kv.observe import SHARE, Observer, foll
 from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, Row, reconcile
 from vllm_omni_patch.patches.model_local_kv.suspects import Suspect, find, merge
 
-WALK_EVERY = 30.0
-"""Seconds between two walks for suspects, and between two writes of an unchanged kind of report."""
+WALK_FIRST, WALK_EVERY = 1.0, 30.0
+"""Seconds between two walks for suspects, each of which ends in a write: at first, doubling, and in the long run."""
 
 logger = ledger.logger("model_local_kv")
 
@@ -35,9 +36,13 @@ class Watch:
         self._assignment = Assignment([], {})
         self._observer: Observer | None = None
         self._undo: Callable[[], None] | None = None
+        self._end: tuple[int, Finalize] | None = None
+        self._reported: list[report.Load] = []
         self._suspects: list[Suspect] = []
+        self._walk_pause = WALK_FIRST
         self._walk_at = 0.0
         self._write_at = 0.0
+        self._unwritten = False
         self._said: set[tuple[str, ...]] = set()
 
     @property
@@ -74,9 +79,22 @@ class Watch:
         with self._lock:
             if self._undo is not None:
                 self._undo()
-            self._observer = self._undo = None
+            if self._end is not None:
+                self._end[1].cancel()
+            self._observer = self._undo = self._end = None
             self._suspects = []
             self._said.clear()
+
+    def end(self) -> None:
+        """Write what was seen since the last time, as the process ends. Never raises."""
+        if not self._lock.acquire(timeout=2.0):
+            return
+        try:
+            self.refresh()
+        except Exception as error:
+            logger.warning("the last model-local KV report was not written: %s: %s", type(error).__name__, error)
+        finally:
+            self._lock.release()
 
     def loaded(self, runner: Any, load: report.Load, roots: Sequence[tuple[str, Any]]) -> None:
         """Take in a finished load: log it unless the same was logged for this runner, publish, write."""
@@ -85,7 +103,7 @@ class Watch:
             self._loads[runner] = (load, [(prefix, weakref.ref(unwrap(model))) for prefix, model in roots])
             if before is None or _content(before[0]) != _content(load):
                 report.log(load)
-            loads = self.loads()
+            self._reported = loads = self.loads()
             ledger.publish(report.FACT, report.figures(loads))
             self._regroup(load)
             self._write()
@@ -100,9 +118,14 @@ class Watch:
             {key: path for each in loads for key, path in each.collection.paths.items()},
             last.collection.root,
         )
+        self._walk_pause = WALK_FIRST
         self._observer.regroup(self._assignment)
         self._walk()
         self._observer.start()
+        if self._end is None or self._end[0] != os.getpid():
+            # Runs at the end of a main process and of a child of multiprocessing, which has no exit handlers and drops
+            # what was to run at its parent's end.
+            self._end = os.getpid(), Finalize(None, self.end, exitpriority=10)
 
     def refresh(self) -> dict[str, Any]:
         """Measure and walk now, bring gauges and file up to date; returns the report as plain data."""
@@ -121,11 +144,12 @@ class Watch:
 
     def _round(self, risen: bool) -> None:
         with self._lock:
+            self._unwritten = self._unwritten or risen
             now = time.monotonic()
             walked = now >= self._walk_at
             if walked:
                 self._walk()
-            if walked or (risen and now >= self._write_at):
+            if walked or (self._unwritten and now >= self._write_at):
                 self._write()
 
     def _walk(self) -> None:
@@ -133,10 +157,12 @@ class Watch:
         start = time.monotonic()
         seen: set[int] = set()
         found: list[Suspect] = []
+        alive = False
         for _, roots in list(self._loads.values()):
             for prefix, ref in roots:
                 root = ref()
                 if root is not None:
+                    alive = True
                     found += find(_paths(root, prefix, seen))
         covered: dict[Group, list[Suspect]] = {}
         rest = []
@@ -146,18 +172,24 @@ class Watch:
                 rest.append(suspect)
             else:
                 covered.setdefault(group, []).append(suspect)
-        self._suspects = rest
+        if alive:  # of a model that is gone, what was last found stands
+            self._suspects = rest
         if self._observer is not None:
             self._observer.hold({group: merge(suspects) for group, suspects in covered.items()})
             self._observer.sample()
         now = time.monotonic()
-        self._walk_at = now + max(WALK_EVERY, (now - start) / SHARE)
+        self._walk_at = now + max(self._walk_pause, (now - start) / SHARE)
+        self._walk_pause = min(WALK_EVERY, 2 * self._walk_pause)
 
     def _write(self) -> dict[str, Any]:
+        start = time.monotonic()
+        self._unwritten = False
         rows = self.rows()
-        loads = self.loads()
+        loads = self.loads() or self._reported
         report.gauges(loads, rows)
         observer = self._observer
+        if observer is not None and observer.failures:
+            self._say_failure(observer)
         for row in rows:
             self._say(row)
         for suspect in self._suspects:
@@ -166,11 +198,24 @@ class Watch:
             loads,
             None if observer is None else rows,
             None if observer is None else self._suspects,
-            None if observer is None else {"samples": observer.samples, "seconds": observer.seconds},
+            None
+            if observer is None
+            else {"samples": observer.samples, "seconds": observer.seconds, "failures": observer.failures},
         )
         ledger.write_report("model-local-kv", document)
-        self._write_at = time.monotonic() + 10 * flags.read(INTERVAL)
+        now = time.monotonic()
+        self._write_at = now + max(flags.read(INTERVAL), (now - start) / SHARE)
         return document
+
+    def _say_failure(self, observer: Observer) -> None:
+        """One line; how many there are is in the file."""
+        if ("failure",) not in self._said:
+            self._said.add(("failure",))
+            logger.warning(
+                "model-local KV: following the caches failed (%s); what was seen may be more than the report says. "
+                "Serving goes on; 'failures' in the report counts them.",
+                observer.failure,
+            )
 
     def _say(self, row: Row) -> None:
         """One line per finding and process; later growth is in the file and in the gauges."""
@@ -233,6 +278,9 @@ def follows(hook: Hook) -> bool:
     return follows_class(hook.original)
 
 
-def refresh() -> dict[str, Any]:
-    """Measure this process's model-local KV now and return the report; callable through ``collective_rpc``."""
+def refresh(worker: Any = None) -> dict[str, Any]:
+    """Measure this process's model-local KV now and return the report.
+
+    For ``LLM.collective_rpc(refresh)``, which calls it with the ``worker``; nothing is asked of it.
+    """
     return WATCH.refresh()

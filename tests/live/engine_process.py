@@ -424,6 +424,8 @@ def _commands() -> Iterator[dict[str, Any]]:
 
 
 def _serve_offline() -> None:
+    from pkgutil import resolve_name
+
     engine: Any = None
     for command in _commands():
         operation = command["operation"]
@@ -439,6 +441,8 @@ def _serve_offline() -> None:
             elif operation == "method":
                 value = getattr(engine, command["name"])(*command.get("arguments", []))
                 result = {"value": repr(value)}
+            elif operation == "rpc":
+                result = {"values": engine.collective_rpc(resolve_name(command["function"]))}
             elif operation == "engine":
                 value = getattr(engine.llm_engine, command["name"])(*command.get("arguments", []))
                 result = {"value": repr(value)}

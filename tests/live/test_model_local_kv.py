@@ -19,6 +19,7 @@ import engine_process
 import local_kv_plugin
 
 ROW = local_kv_plugin.ROW
+REFRESH = "vllm_omni_patch.patches.model_local_kv.watch:refresh"
 HEADLINE = "Model-local KV (outside the paged manager)"
 
 
@@ -36,6 +37,7 @@ class Run:
             "PYTHONPATH": plugin[0],
             "VLLM_OMNI_PATCH_REPORT_DIR": str(reports),
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function as collective_rpc's argument
             **env,
         }
         with engine_process.Offline(
@@ -43,8 +45,11 @@ class Run:
         ) as engine:
             self.error = engine.ready.get("error", "")
             self.tokens = [answer.tokens for answer in engine.images([None], max_tokens=12, text="What is it?")]
-            self.report = self._wait(reports) if "VLLM_OMNI_PATCH_OBSERVE_KV" in env else self._read(reports)
+            observing = "VLLM_OMNI_PATCH_OBSERVE_KV" in env
+            self.report = self._wait(reports) if observing else self._read(reports)
+            self.refreshed = engine.call("rpc", function=REFRESH) if observing else {}
             self.log = engine.log()
+        self.left = self._read(reports)
         self.cache_size = re.findall(r"KV cache size: ([\d,]+) tokens", self.log)
 
     def _wait(self, reports: Path) -> dict[str, Any] | None:
@@ -122,6 +127,11 @@ def test_observed_declared_and_undeclared_both_show_up(run: Callable[..., Run]) 
     assert [(one["owner"], one["attribute"]) for one in seen.report["suspects"]] == [("ring", "_k_cache")]
     assert "model-local KV undeclared: extra" in seen.log
     assert "model-local KV suspected: ring._k_cache" in seen.log
+    (refreshed,) = seen.refreshed["values"]
+    assert {row["owner"]: row["status"] for row in refreshed["observed"]} == {"codec": "matched", "extra": "undeclared"}
+    assert seen.left is not None
+    assert seen.left["observation"]["samples"] > refreshed["observation"]["samples"], "written again as it ended"
+    assert {row["owner"]: row["status"] for row in seen.left["observed"]} == {"codec": "matched", "extra": "undeclared"}
 
 
 def test_a_declarer_that_raises_changes_nothing_but_its_row(run: Callable[..., Run]) -> None:

@@ -161,7 +161,7 @@ def test_every_cache_is_followed_with_its_owner_and_site(observer: Observer) -> 
     cache = decoder(5, 3)
     ((live, record),) = observer.live()
     assert live is cache
-    assert record.origin.owners()[0] is decoder
+    assert record.origin.owners[0][1]() is decoder
     assert record.origin.classes[0].endswith("Decoder")
     assert record.origin.site.endswith(" make")
     peak = only(observer)
@@ -179,7 +179,7 @@ def test_a_deep_copy_is_its_sources_owner_and_counts_by_itself(observer: Observe
 
     cache = decoder()
     twin = Server()(cache)
-    owners = [record.origin.owners()[0] for _, record in observer.live()]
+    owners = [record.origin.owners[0][1]() for _, record in observer.live()]
     assert owners == [decoder, decoder]
     peak = only(observer)
     assert (peak.storage_bytes, peak.live_caches, peak.copies) == (2 * size(5), 2, 1)

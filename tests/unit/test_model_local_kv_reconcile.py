@@ -213,7 +213,30 @@ def test_a_graph_pool_without_python_objects_is_not_called_dead(observer: Observ
         rows_reason="buckets",
         residency=Residency.GRAPH_POOL,
     )
-    assert Bench(observer, Model(pool)).row().status == "not observable"
+    row = Bench(observer, Model(pool)).row()
+    assert row.status == "not observable"
+    assert not_measured(row) == [None] * 6
+
+
+def not_measured(row: Row) -> list[Any]:
+    return [
+        row.observed_peak,
+        row.observed_view,
+        row.observed_row,
+        row.observed_row_storage,
+        row.rows_seen,
+        row.live,
+    ]
+
+
+def test_the_part_in_graphs_is_not_mixed_with_what_is_seen(observer: Observer) -> None:
+    pool = spec("pool", rows=RowDriver.FIXED, rows_fixed=9, rows_reason="buckets", residency=Residency.GRAPH_POOL)
+    bench = Bench(observer, Model(spec(), pool), max_num_seqs=1)
+    kept = [bench.model.decoder(CAPACITY) for _ in range(2)]
+    seen, unseen = bench.rows()
+    assert (seen.names, seen.status, seen.observed_peak) == (("request",), "under-declared", 2 * ROW)
+    assert (unseen.names, unseen.status, unseen.observed_peak) == (("pool",), "not observable", None)
+    del kept
 
 
 def test_undeclared(observer: Observer) -> None:
@@ -272,11 +295,42 @@ def test_a_layout_that_cannot_be_measured_is_said_so() -> None:
     assignment = Assignment(found.entries, {}, found.root)
     peak = Peak(created=1, unmeasured=1, kinds={"OddCache"})
     (row,) = reconcile(assignment, {Group("decoder", ("request",)): peak})
-    assert row.status == "not observable"
+    assert row.status == "not observable" and not_measured(row) == [None] * 6
     assert "OddCache" in row.text
     rows = reconcile(Assignment([], {}), {Group("x", site="here"): peak})
-    assert [(one.status, one.observed_peak) for one in rows] == [("undeclared", 0)]
+    assert [(one.status, not_measured(one)) for one in rows] == [("undeclared", [None] * 6)]
     assert "cannot be measured" in rows[0].text
+
+
+def test_of_what_can_be_measured_in_part_no_peak_is_claimed(observer: Observer) -> None:
+    class OddCache(cache_utils.DynamicCache):  # type: ignore[misc]
+        pass
+
+    bench = Bench(observer, Model(spec()), max_num_seqs=1)
+    odd = [OddCache() for _ in range(2)]
+    for cache in odd:
+        cache.__dict__.pop("layers")
+    record = {record.kind: record for _, record in observer.live()}["OddCache"]
+    record_group = Group("decoder", ("request",))
+    observer.regroup(lambda origin, geometry: record_group)
+    kept = bench.model.decoder(CAPACITY)
+    row = bench.row()
+    assert record.group == record_group and row.unmeasured == 2
+    assert row.status == "not observable" and not_measured(row) == [None] * 6
+    assert f"{ROW} bytes were alive at once, and more in 2 caches" in row.text
+    more = bench.model.decoder(CAPACITY)
+    row = bench.row()
+    assert (row.status, row.observed_peak) == ("under-declared", 2 * ROW), "a floor above the limit is a finding"
+    del kept, more
+
+
+def test_a_cache_is_its_makers_though_the_maker_is_gone(observer: Observer) -> None:
+    bench = Bench(observer, Model(spec()))
+    kept = bench.model.decoder(CAPACITY)
+    bench.model = None
+    gc.collect()
+    assert (bench.row().owner, bench.row().status) == ("decoder", "matched")
+    del kept
 
 
 # -- tensors on modules
@@ -375,6 +429,8 @@ def test_k_and_v_in_two_tensors_are_one_row(observer: Observer) -> None:
     flat = merge(find([("x", Flat())]))
     assert flat.rows == 0
     observer.hold({Group("Codec", ("kv",)): flat})
+    row = bench.row()
+    assert row.observed_peak and (row.rows_seen, row.observed_row) == (None, None), "it does not say what a row is"
 
 
 class Flat(torch.nn.Module):

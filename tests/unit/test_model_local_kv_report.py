@@ -16,6 +16,8 @@ from vllm_omni_patch import ledger, metrics  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv import report  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.charge import Engine  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.collect import collect  # noqa: E402
+from vllm_omni_patch.patches.model_local_kv.observe import Peak  # noqa: E402
+from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, reconcile  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.report import Load  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
     ModelLocalKVScope,
@@ -130,14 +132,16 @@ def test_an_inert_path_says_why_and_a_failed_declarer_is_unknown(lines: Any) -> 
     figures = report.figures([broken])
     assert figures["failed"] == 1
     assert figures["pending_bytes"] is None
-    assert figures["declared_bytes"] == 0
+    assert figures["declared_bytes"] is None and figures["resident_bytes"] is None
+    assert figures["uncharged_bytes"] is None and figures["unknown_bytes"] == 0
 
 
 def test_an_unknown_charge_makes_the_sum_unknown_and_not_smaller() -> None:
     one = load(spec("request"), spec("copy", scope=ModelLocalKVScope.INVOCATION))
     figures = report.figures([one])
     assert figures["unknown_bytes"] == 4 * MIB
-    assert figures["pending_bytes"] is None
+    assert figures["pending_bytes"] is None and figures["resident_bytes"] is None
+    assert figures["declared_bytes"] == 8 * MIB, "what is declared is known"
     assert {row["charge"] for row in figures["entries"]} == {"pending", "unknown"}
 
 
@@ -263,3 +267,29 @@ def test_the_json_file_and_the_gauges(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gauge("json_plain", "declared_peak") == 4 * MIB
     assert gauge("json_plain", "storage_peak") is None, "not known is no sample"
     assert gauge("json_plain", "observed_peak") is None
+
+
+def test_a_collection_that_failed_counted_nothing() -> None:
+    (written,) = report.document([Load("Runner", "Model", "cpu", 1, CUDA_026, error="RuntimeError: broken")])["loads"]
+    assert (written["modules"], written["declarers"]) == (None, None)
+
+
+def test_what_is_not_known_any_more_has_no_sample_on_the_page() -> None:
+    from vllm_omni_patch import exposition
+
+    one = load(spec("page"))
+    group = Group("decoder", ("page",))
+
+    def shown() -> list[float]:
+        reconciled = reconcile(Assignment(one.collection.entries, {}), {group: peak})
+        report.gauges([one], reconciled)
+        (family,) = [f for f in exposition.families([metrics.snapshot()]) if f.name.endswith("model_local_kv_bytes")]
+        wanted = {"owner": "decoder", "name": "page", "kind": "observed_peak"}
+        return [sample.value for sample in family.samples if sample.labels == wanted]
+
+    peak = Peak(created=1, unmeasured=1, kinds={"OddCache"})
+    assert shown() == []
+    peak = Peak(created=1, storage_bytes=MIB, row_bytes=MIB, rows=1)
+    assert shown() == [MIB]
+    peak = Peak(created=2, storage_bytes=MIB, row_bytes=MIB, rows=1, unmeasured=1)
+    assert shown() == [], "a floor is no peak"

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_omni_patch.patches.model_local_kv.measure import measure  # noqa: E402
 from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
+    HasModelLocalKV,
     ModelLocalKVScope,
     ModelLocalKVSpec,
     RowDriver,
@@ -237,3 +238,11 @@ def test_declared_bytes_are_those_of_the_real_cache(kind: str, types: list[str] 
     assert held.view_bytes == declared.bytes_per_row
     assert declared.storage_bytes_per_row is not None
     assert held.storage_bytes <= declared.storage_bytes_per_row
+
+
+def test_the_protocol_can_be_asked_for() -> None:
+    class Owner:
+        def model_local_kv_specs(self) -> list[ModelLocalKVSpec]:
+            return []
+
+    assert isinstance(Owner(), HasModelLocalKV) and not isinstance(object(), HasModelLocalKV)
