@@ -244,7 +244,7 @@ def part_kills(folder: str, kills: int, rng: random.Random) -> bool:
         server.stdin.write("wait\n")
         server.stdin.flush()
         server.stdout.readline()
-        leftovers += len(list(Path(folder).rglob("*.tmp")))
+        leftovers += len(list(Path(folder, "disk").rglob("*.tmp")))
         for step in rng.sample(range(400), 12):
             shape = SHAPES[step % len(SHAPES)]
             found = reader.get(f"kill-{step}", "cpu")
@@ -263,7 +263,9 @@ def part_kills(folder: str, kills: int, rng: random.Random) -> bool:
     left = list(Path(folder, "disk").rglob("*.tmp"))
     reader.close()
     build(folder, "next").close()
-    shm = [path for path in Path(folder, "shm").glob("*/*") if path.is_dir()]
+    deadline = time.monotonic() + 60
+    while (shm := os.listdir(os.path.join(folder, "shm"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
     if used != on_disk or on_disk > 24 * MIB:
         wrong.append(f"{used} bytes counted, {on_disk} on disk in whole pages, limit {24 * MIB}")
     print(
