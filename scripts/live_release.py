@@ -49,6 +49,7 @@ CHECKED = {
     "available_memory": (
         "Worker.determine_available_memory",
         "CPUWorker.determine_available_memory",
+        "Worker.load_model",
         "Worker.initialize_from_config",
     ),
     "model_local_kv": ("GPUModelRunner.load_model", "CPUModelRunner.load_model"),
@@ -249,7 +250,7 @@ def check_no_ec_connector(seen: Seen) -> None:
 
 
 def check_available_memory(seen: Seen) -> dict[str, int]:
-    """The report is there and holds the number of blocks, which is the stock one."""
+    """The report is there and holds the number of blocks, which is the stock one, and the weights were counted."""
     seen.applied("available_memory", "patched")
     require(seen.stock_blocks != "", "the stock server shows no number of KV blocks")
     require(
@@ -260,6 +261,8 @@ def check_available_memory(seen: Seen) -> dict[str, int]:
     require(len(reports) > 0, "no memory report was written")
     told = [one["blocks"] for one in reports]
     require(int(seen.stock_blocks) in told, f"the reports say {told} blocks, vLLM says {seen.stock_blocks}")
+    weights = [item["state"] for one in reports for item in one["inputs"] if item["name"] == "weights"]
+    require(weights == ["measured"] * len(reports), f"the reports call the weights {weights}")
     return {"kv_blocks": int(seen.stock_blocks), "reports": len(reports)}
 
 

@@ -81,7 +81,14 @@ PATCH = Patch(
             qualname="Worker.init_device",
             install=f"{_ROOM}.hooks:install_init",
             contract=Contract(parameters=(), class_attributes=("requested_memory", "init_snapshot")),
-            note="with the process budget only: own memory before the weights, and a refusal that names the neighbours",
+            note="own memory before the weights; with the process budget also a refusal that names the neighbours",
+        ),
+        Target(
+            module="vllm.v1.worker.gpu_worker",
+            qualname="Worker.load_model",
+            install=f"{_ROOM}.hooks:install_load",
+            contract=Contract(base_methods=("determine_available_memory",)),
+            note="on CPU only: counts the weights before vLLM packs and empties them",
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",

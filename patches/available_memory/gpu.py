@@ -88,12 +88,20 @@ class Terms:
 
 
 def trust(
-    reading: Reading, total: int, torch_reserved: int | None, weights: int = 0, baseline: Baseline | None = None
+    reading: Reading,
+    total: int,
+    torch_reserved: int | None,
+    weights: int = 0,
+    baseline: Baseline | None = None,
+    in_use: int | None = None,
 ) -> Reading:
     """``reading`` when it can be this process's, else an unknown reading with the reason. All sizes in bytes.
 
+    The only judge of a process's own memory: every policy, the report and the refusal at start get theirs from it.
+
     Catches a PID number that is also a stranger's on the host (vllm-omni pull 1274): the value must not be below what
     torch reserved here, nor above it by more than non-torch memory can explain, and it must have grown with it.
+    ``in_use`` is what the whole device has in use at that time, where it is known: one process holds no more than that.
     A ``torch_reserved`` that no device could hold comes from a pluggable allocator (vllm issue 40256): not compared.
     """
     if reading.bytes is None:
@@ -103,6 +111,10 @@ def trust(
         return Reading.unknown("NVML says 0 bytes for this process, which holds a context on the device")
     if own > total:
         return Reading.unknown(f"NVML gave {own} bytes for this process on a device of {total} bytes")
+    if in_use is not None and own > in_use + BELOW_TORCH_SLACK:
+        return Reading.unknown(
+            f"NVML gave {gib(own)} for this PID while the whole device has {gib(in_use)} in use: another process"
+        )
     reserved = possible(torch_reserved, total)
     if reserved is None:
         if own < weights - BELOW_TORCH_SLACK:

@@ -14,15 +14,22 @@ from weakref import WeakKeyDictionary
 
 from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.available_memory import explain, gpu, report
+from vllm_omni_patch.patches.available_memory import explain, gpu, report, weights
 from vllm_omni_patch.patches.available_memory.flags import GPU_BUDGET, RESERVE_MODEL_LOCAL_KV
-from vllm_omni_patch.patches.available_memory.profiling import ProfileWatch, is_unified, read_device, torch_memory
+from vllm_omni_patch.patches.available_memory.profiling import (
+    ProfileWatch,
+    is_unified,
+    own_memory,
+    read_device,
+    torch_memory,
+)
 
 logger = ledger.logger("memory")
 
 _inside = threading.local()
 _baselines: WeakKeyDictionary[Any, gpu.Baseline] = WeakKeyDictionary()
 _reports: WeakKeyDictionary[Any, report.BudgetReport] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[Any, weights.Before] = WeakKeyDictionary()
 
 
 def install_gpu(hook: Hook) -> Undo:
@@ -44,15 +51,17 @@ def install_report(hook: Hook) -> Undo:
 
 
 def install_init(hook: Hook) -> Undo:
-    """Wrap ``Worker.init_device``: the reading before any weights, and a refusal that names the neighbours' share."""
+    """Wrap ``Worker.init_device``: the reading before any weights, and a refusal that names the neighbours' share.
+
+    The refusal's text is vLLM's own under the ``stock`` policy.
+    """
 
     def init_device(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
-        if flags.read(GPU_BUDGET) != "process":
-            return wrapped(*args, **kwargs)
+        process = flags.read(GPU_BUDGET) == "process"
         try:
             result = wrapped(*args, **kwargs)
         except ValueError as error:
-            text = _refusal(worker, error)
+            text = _refusal(worker, error) if process else None
             if text is None:
                 raise
             raise ValueError(f"{text} (vLLM: {error})") from error
@@ -60,6 +69,23 @@ def install_init(hook: Hook) -> Undo:
         return result
 
     return hook.wrap(init_device)
+
+
+def install_load(hook: Hook) -> Undo:
+    """Wrap ``Worker.load_model``: on CPU, what the weights take is counted before vLLM packs them."""
+
+    def load_model(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(getattr(worker, "device", None), "type", None) != "cpu":
+            return wrapped(*args, **kwargs)
+        with weights.counted() as before:
+            result = wrapped(*args, **kwargs)
+        try:
+            _loaded[worker] = before
+        except TypeError:  # a worker class that cannot be hashed or weakly referenced
+            pass
+        return result
+
+    return hook.wrap(load_model)
 
 
 def install_layout(hook: Hook) -> Undo:
@@ -112,7 +138,7 @@ def run_gpu(module: ModuleType, wrapped: Callable[..., Any], worker: Any, args: 
     """
     policy, reserve = flags.read(GPU_BUDGET), flags.read(RESERVE_MODEL_LOCAL_KV)
     explicit = _explicit(worker)
-    watch = ProfileWatch(worker, module, policy == "process", _baseline_of(worker))
+    watch = ProfileWatch(worker, module, policy == "process", _of(_baselines, worker))
     with watch.installed():
         stock = wrapped(*args, **kwargs)
     value = process_budget(worker, watch, stock) if watch.terms is not None else stock
@@ -137,7 +163,7 @@ def finish(
         if reserved:
             value = less_reserve(value, reserved)
     try:
-        made = explain.build(worker, value, stock, policy, explicit, watch)
+        made = explain.build(worker, value, stock, policy, explicit, watch, _of(_loaded, worker))
         made.reserved_for_model_local_kv = reserved
         _reports[worker] = made
         report.emit(made)
@@ -206,16 +232,16 @@ def _host_limit(worker: Any, watch: ProfileWatch) -> int | None:
     return gpu.unified_limit(available, watch.profile.total, watch.profile.headroom or 0)
 
 
-def _baseline_of(worker: Any) -> gpu.Baseline | None:
+def _of(table: WeakKeyDictionary[Any, Any], worker: Any) -> Any:
     try:
-        return _baselines.get(worker)
+        return table.get(worker)
     except TypeError:  # a worker class that cannot be hashed or weakly referenced
         return None
 
 
 def _take_baseline(worker: Any) -> None:
     try:
-        reading = read_device(worker.device)
+        reading = read_device(worker.device)  # as it is: the judge compares later readings with it
         reserved = torch_memory(worker.device).get("reserved")
         if reading.bytes and reserved is not None:
             _baselines[worker] = gpu.Baseline(reading.bytes, reserved)
@@ -230,14 +256,8 @@ def _refusal(worker: Any, error: ValueError) -> str | None:
         if snapshot is None or not str(error).startswith("Free memory on device"):
             return None
         wanted = snapshot.total_memory * worker.cache_config.gpu_memory_utilization
-        own = read_device(worker.device).bytes
-        return gpu.refusal(
-            str(worker.device),
-            int(snapshot.total_memory),
-            int(snapshot.free_memory),
-            wanted,
-            own,
-            is_unified(worker.device),
-        )
+        total, free, unified = int(snapshot.total_memory), int(snapshot.free_memory), is_unified(worker.device)
+        own = own_memory(worker, in_use=None if unified else total - free).bytes
+        return gpu.refusal(str(worker.device), total, free, wanted, own, unified)
     except Exception:
         return None

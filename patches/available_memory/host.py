@@ -29,7 +29,10 @@ class Bound(NamedTuple):
 
 @dataclass
 class HostMemory:
-    """``available`` bytes, the tightest of ``bounds``; ``notes`` say what could not be read."""
+    """``available`` bytes, the tightest of ``bounds``; ``notes`` say what could not be read.
+
+    ``available`` is measured when there is no note, and otherwise no more than an upper bound of it.
+    """
 
     available: int
     source: str
@@ -157,9 +160,9 @@ def _limits(files: _Files, folder: Path, shown: str, notes: list[str]) -> Iterat
         used = _number(folder / files.usage, f"{shown}/{files.usage}", notes)
         if not isinstance(used, int):
             notes.append(f"use of {shown} is not known; its limit of {limit} bytes is taken as the bound")
-            yield Bound(source, limit, None, limit, "unknown")
+            yield Bound(f"{source} itself, its use not known", limit, None, limit, "unknown")
             continue
-        used = max(used - _reclaimable(folder, files.reclaimable), 0)
+        used = max(used - _reclaimable(folder, files.reclaimable, shown, notes), 0)
         yield Bound(source, limit, used, max(limit - used, 0), "measured")
 
 
@@ -187,14 +190,16 @@ def _number(path: Path, shown: str, notes: list[str]) -> int | _Word | None:
     return _NO_LIMIT if int(text) >= UNLIMITED else int(text)
 
 
-def _reclaimable(folder: Path, name: str) -> int:
+def _reclaimable(folder: Path, name: str, shown: str, notes: list[str]) -> int:
     try:
         for line in (folder / "memory.stat").read_text().splitlines():
             key, _, value = line.partition(" ")
             if key == name and value.strip().isdigit():
                 return int(value)
-    except OSError:
+    except FileNotFoundError:
         pass
+    except OSError as error:
+        notes.append(f"{shown}/memory.stat cannot be read ({error.strerror or error}); page cache counts as use")
     # Without the statistics all of the use counts, which can only make the result smaller.
     return 0
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_omni_patch.patches.available_memory.report import (
     ACTIVATION_PEAK,
+    DEVICE_GROWTH,
     DEVICE_TOTAL,
     GRAPH_ESTIMATE,
     NON_TORCH,
@@ -28,17 +29,22 @@ from vllm_omni_patch.patches.available_memory.report import (
 )
 
 GIB = 1 << 30
+OWN_REST = "other memory of this process"
+OWN_ALL = "memory of this process, weights included"
 # Okabe and Ito's palette, which stays apart for colour-blind readers; grey tones for what is not this worker's.
 COLOURS = {
     "other processes": "#7f7f7f",
     "weights": "#0072b2",
     "model-local KV, resident": "#56b4e9",
-    "other memory of this process": "#999933",
+    OWN_REST: "#999933",
+    OWN_ALL: "#707020",
+    "outside torch, neighbours included": "#b0a040",
     "activation peak": "#e69f00",
     "graph estimate": "#cc79a7",
     "KV cache": "#009e73",
     "model-local KV, still to come": "#d55e00",
     "not claimed": "#e8e8e8",
+    "not claimed, or not known": "#d8d8d8",
 }
 
 
@@ -86,20 +92,23 @@ def load(folder: Path, name: str = "memory") -> list[dict[str, Any]]:
 def bar(data: dict[str, Any]) -> Bar:
     """The parts of one worker's memory. A part that is unknown is left out, and so is one of 0 bytes.
 
-    What this process holds beside weights is its own memory less the weights where that was measured, otherwise the
-    non-torch memory. Resident model-local KV is a part of it and is shown apart.
+    What this process holds beside weights is its own memory less the weights where both were measured, otherwise the
+    non-torch memory. Resident model-local KV is a part of it and is shown apart. With a part unknown, what is left of
+    the device is not free for certain, and its name says so.
     """
     values = {item.get("name"): byte_count(item.get("value")) for item in data.get("inputs", [])}
     local = data.get("model_local_kv") or {}
-    weights = values.get(WEIGHTS) or 0
-    own = values.get(OWN_PROCESS)
-    rest = max(own - weights, 0) if own is not None else values.get(NON_TORCH) or 0
+    weights, own = values.get(WEIGHTS), values.get(OWN_PROCESS)
+    held = max(own - (weights or 0), 0) if own is not None else values.get(NON_TORCH)
+    rest = held or 0
+    unknown = held is None or any(values.get(name) is None for name in (OTHER_PROCESSES, WEIGHTS))
     resident = min(byte_count(local.get("resident_bytes")) or 0, rest)
     sizes = {
         "other processes": values.get(OTHER_PROCESSES) or 0,
-        "weights": weights,
+        "weights": weights or 0,
         "model-local KV, resident": resident,
-        "other memory of this process": rest - resident,
+        OWN_REST if own is None or weights is not None else OWN_ALL: rest - resident,
+        "outside torch, neighbours included": 0 if held is not None else values.get(DEVICE_GROWTH) or 0,
         "activation peak": values.get(ACTIVATION_PEAK) or 0,
         "graph estimate": values.get(GRAPH_ESTIMATE) or 0,
         "KV cache": byte_count(data.get("kv_bytes")) or 0,
@@ -107,7 +116,8 @@ def bar(data: dict[str, Any]) -> Bar:
     }
     total = values.get(DEVICE_TOTAL)
     if total is not None:
-        sizes["not claimed"] = max(total - sum(sizes.values()), 0)
+        left = "not claimed, or not known" if unknown else "not claimed"
+        sizes[left] = max(total - sum(sizes.values()), 0)
     rank = data.get("rank")
     title = f"{data.get('worker', '?')} {data.get('device', '')}".strip()
     title += f", pid {data.get('pid')}" if rank is None else f", rank {rank}, pid {data.get('pid')}"

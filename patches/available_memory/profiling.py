@@ -59,12 +59,9 @@ class ProfileWatch:
                     self.notes.append(f"graphs are estimated from the whole device: {error}")
             yield
 
-    def read(self) -> nvml.Reading:
+    def read(self, in_use: int | None = None) -> nvml.Reading:
         """This process's memory on the worker's device, as NVML tells it now; unknown unless it can be ours."""
-        reading = read_device(self.worker.device)
-        stats = torch_memory(self.worker.device)
-        weights = byte_count(getattr(self.worker.model_runner, "model_memory_usage", None)) or 0
-        return gpu.trust(reading, self._total(), stats.get("reserved"), weights, self.baseline)
+        return own_memory(self.worker, self.baseline, in_use)
 
     def _total(self) -> int:
         return int(self.worker.init_snapshot.total_memory)
@@ -84,9 +81,10 @@ class ProfileWatch:
     def _profiled(self, result: Any) -> None:
         self.result = result
         self.profile = profile_of(result, self.worker)
+        unified = is_unified(self.worker.device)  # free memory is then the host's, of which this process has a part
+        self.reading = self.read(None if unified else self.profile.total - self.profile.free_after)
         if not self.process:
             return
-        self.reading = self.read()
         terms = gpu.terms(self.reading, self.profile)
         if not terms.exact:
             self._warn(f"own device memory is not known: {terms.reason}. vLLM's profiling terms are used instead")
@@ -234,8 +232,38 @@ def torch_memory(device: Any) -> dict[str, int]:
     return {name: int(stats[key]) for name, key in keys.items() if key in stats}
 
 
+def own_memory(worker: Any, baseline: gpu.Baseline | None = None, in_use: int | None = None) -> nvml.Reading:
+    """Device memory of this process on ``worker``'s device: NVML's row, unknown unless it can be ours.
+
+    The one way to this figure for whatever decides or reports; ``in_use`` as in :func:`gpu.trust`.
+
+    Raises:
+        Exception: the worker lacks ``device`` or ``init_snapshot``, or torch failed.
+    """
+    reading = read_device(worker.device)
+    stats = torch_memory(worker.device)
+    weights = byte_count(getattr(getattr(worker, "model_runner", None), "model_memory_usage", None)) or 0
+    total = int(worker.init_snapshot.total_memory)
+    return gpu.trust(reading, total, stats.get("reserved"), weights, baseline, in_use)
+
+
+def device_memory(device: Any) -> tuple[int, int] | None:
+    """(free, total) bytes of the whole device, as torch tells it now; ``None`` where it cannot."""
+    import torch
+
+    for owner, name in ((getattr(torch, "accelerator", None), "get_memory_info"), (torch.cuda, "mem_get_info")):
+        function = getattr(owner, name, None)
+        try:
+            if function is not None:
+                free, total = function(device)
+                return int(free), int(total)
+        except (RuntimeError, AssertionError, ValueError, AttributeError):
+            continue
+    return None
+
+
 def read_device(device: Any) -> nvml.Reading:
-    """NVML's figure for this process on a ``torch.device``. Never raises."""
+    """NVML's row for this process on a ``torch.device``, before anybody judged it: see :func:`own_memory`."""
     try:
         import torch
 

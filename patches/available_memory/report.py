@@ -32,6 +32,9 @@ DEVICE_FREE = "device_free"
 OWN_PROCESS = "own_process"
 STOCK_BUDGET = "stock_budget"
 EXPLICIT_KV = "kv_cache_memory_bytes"
+DEVICE_GROWTH = "device_growth"
+MULTIMODAL_RESERVATION = "multimodal_reservation"
+FREE_SHARE = "free_for_this_worker"
 
 STANDARD: tuple[tuple[str, str], ...] = (
     (DEVICE_TOTAL, "bytes"),
@@ -77,16 +80,23 @@ class Input:
         return cls(name, None, source, "unknown", unit)
 
 
+def configured(name: str, value: Any, source: str, unit: str = "bytes") -> Input:
+    """An input that somebody set; unknown where it is ``None``."""
+    return Input.unknown(name, source, unit) if value is None else Input(name, value, source, "configured", unit)
+
+
 @dataclass
 class BudgetReport:
     """What one worker's ``determine_available_memory`` returned, and why. All sizes in bytes.
 
-    ``kv_bytes`` is the number returned. ``policy`` names the rule that made it (``stock``, ``process``, ``explicit``,
-    ``cap``...), ``formula`` the same in one line of text. ``own_advice`` is what the worker's own policy suggests;
-    ``advice`` is that and what :func:`advise` works out. ``linear_in_requested`` says that lowering ``requested`` by
-    one byte lowers the budget by one byte, so that a utilisation can be computed from a wanted budget.
-    ``blocks`` and ``block_bytes`` stay ``None`` until the KV cache is laid out. ``kv_setting`` is the setting that
-    fixes the size on this worker: the option, or ``VLLM_CPU_KVCACHE_SPACE`` (whole GiB) on CPU through vLLM 0.19.
+    ``kv_bytes`` is the number returned; ``short_by`` how far below 0 the formula came out where it was cut off at 0.
+    ``policy`` names the rule that made it (``stock``, ``process``, ``explicit``, ``cap``...), ``formula`` the same in
+    one line of text. ``own_advice`` is what the worker's own policy suggests; ``advice`` is that and what
+    ``advice.advise`` works out. ``linear_in_requested`` says that lowering ``requested`` by one byte lowers the budget
+    by one byte, so that a utilisation can be computed from a wanted budget. ``size_given`` says that somebody set the
+    size itself, so that no requested share bounds it. ``blocks`` and ``block_bytes`` stay ``None`` until the KV cache
+    is laid out. ``kv_setting`` is the setting that fixes the size on this worker: the option,
+    ``VLLM_CPU_KVCACHE_SPACE`` (whole GiB) on CPU through vLLM 0.19, or empty where there is none.
     ``counts_own_process``: the budget was made from all memory of this process, so everything in place is in it.
     """
 
@@ -105,6 +115,8 @@ class BudgetReport:
     block_bytes: int | None = None
     blocks: int | None = None
     linear_in_requested: bool = True
+    size_given: bool = False
+    short_by: int = 0
     kv_setting: str = "--kv-cache-memory-bytes"
     counts_own_process: bool = False
     reserved_for_model_local_kv: int = 0
@@ -146,6 +158,8 @@ def emit(report: BudgetReport, brief: bool = False) -> str | None:
 
 def complete(report: BudgetReport) -> None:
     """Fill in what every report has: the standard inputs, the model-local KV, the advice. Safe to call again."""
+    from vllm_omni_patch.patches.available_memory.advice import advise  # it reads reports, so it imports this module
+
     for name, unit in STANDARD:
         if report.get(name) is None:
             report.inputs.append(Input.unknown(name, "not measured by this worker", unit))
@@ -165,61 +179,6 @@ def byte_count(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         return None
     return int(value)
-
-
-def advise(report: BudgetReport) -> list[str]:
-    """What to set so that the KV cache leaves room for what is still to come. Empty when nothing needs to change.
-
-    Still to come are the pending bytes of the model-local KV, less what the budget already keeps free for them. Bytes
-    in place that no term of the budget contains (blocks that a graph pool keeps reserved, through vLLM 0.26) are
-    missing from it just so. Where the memory now free on the device is smaller than the budget, that is the limit.
-    """
-    if report.model_local_kv is None:
-        pending = 0
-    else:
-        known = local_kv(report, "pending_bytes")
-        if known is None:
-            return ["How much model-local KV is still to come is not known; no setting can be computed for it."]
-        pending = max(known - report.reserved_for_model_local_kv, 0)
-    wanted = [f"{gib(pending)} of model-local KV still to come"] if pending else []
-    uncharged = 0 if report.counts_own_process else local_kv(report, "uncharged_bytes") or 0
-    if uncharged:
-        wanted.append(f"{gib(uncharged)} in place that this budget does not count")
-    needed = pending + uncharged
-    limit = report.kv_bytes
-    free = byte_count(report.value(DEVICE_FREE))
-    tight = free is not None and free + uncharged < report.kv_bytes + needed
-    if free is not None and tight:
-        limit = min(limit, free + uncharged)
-    room = limit - needed
-    if room >= report.kv_bytes:
-        return []
-    reason = f"leave room for {' and '.join(wanted)}" if wanted else "fit into what is free"
-    if tight:
-        reason += f" ({gib(free)} are free)"
-    if room <= 0:
-        return [f"No KV cache fits: it would have to {reason}. Lower max_num_seqs or free memory on the device."]
-    utilization = utilization_for(report, room)
-    other = "" if utilization is None else f", or --gpu-memory-utilization {utilization:g}"
-    if report.kv_setting == "VLLM_CPU_KVCACHE_SPACE":
-        return [f"To {reason}: VLLM_CPU_KVCACHE_SPACE={room // GIB}{other}"]
-    return [f"To {reason}: {report.kv_setting} {room}{other}"]
-
-
-def utilization_for(report: BudgetReport, kv_bytes: int) -> float | None:
-    """The largest utilisation of at most four decimals whose budget is at most ``kv_bytes``; ``None`` if unknown.
-
-    vLLM requests ``ceil(total * utilization)``, so the budget moves one for one with the requested memory, where the
-    worker's formula is linear in it.
-    """
-    total, requested = byte_count(report.value(DEVICE_TOTAL)), byte_count(report.value(REQUESTED))
-    if not report.linear_in_requested or not total or requested is None:
-        return None
-    wanted = requested - (report.kv_bytes - kv_bytes)
-    steps = math.floor(wanted / total * 10_000)
-    while steps > 0 and math.ceil(total * (steps / 10_000)) > wanted:
-        steps -= 1
-    return steps / 10_000 if steps > 0 else None
 
 
 def to_dict(report: BudgetReport) -> dict[str, Any]:

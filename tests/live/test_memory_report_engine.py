@@ -21,11 +21,12 @@ from vllm_omni_patch.patches.available_memory.cli import app
 
 GIB = 1 << 30
 FLAG = "available_memory"
+TEXT_WIDTH = 2048  # 256 MiB of linear weights, which vLLM packs on CPU
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model.make(str(tmp_path_factory.mktemp("model")), dummy=True)
+    return tiny_model.make(str(tmp_path_factory.mktemp("model")), dummy=True, text_width=TEXT_WIDTH)
 
 
 def boot(model: str, folder: Path, flag: str | None, **env: str) -> tuple[str, str, str]:
@@ -75,13 +76,28 @@ def test_the_number_is_stocks(explicit: dict[str, Any]) -> None:
     assert only_report(explicit["folder"] / "reports")["kv_bytes"] == GIB
 
 
-def test_the_report_of_the_worker(explicit: dict[str, Any]) -> None:
+def checkpoint_bytes(model: str) -> int:
+    """Bytes of the model's parameters, tied ones once, as transformers lays it out in float32."""
+    import torch
+    from transformers import AutoConfig, Blip2ForConditionalGeneration
+
+    with torch.device("meta"):
+        laid_out = Blip2ForConditionalGeneration(AutoConfig.from_pretrained(model))
+    count = sum(each.numel() * 4 for each in laid_out.parameters())
+    assert count > 256 << 20
+    return count
+
+
+def test_the_report_of_the_worker(explicit: dict[str, Any], model: str) -> None:
     data = only_report(explicit["folder"] / "reports")
     found = inputs(data)
     assert data["worker"] == "CPUWorker" and data["platform"] == "cpu" and data["device"] == "cpu"
     assert data["policy"] == "explicit kv_cache_memory_bytes"
     assert found["kv_cache_memory_bytes"]["value"] == GIB
-    assert found["weights"]["state"] == "measured" and found["weights"]["value"] > 0
+    assert found["weights"]["state"] == "measured"
+    assert found["weights"]["value"] == pytest.approx(checkpoint_bytes(model), rel=0.03)
+    assert "before vLLM packed them" in found["weights"]["source"]
+    assert found["non_torch"]["value"] == found["own_process"]["value"] - found["weights"]["value"]
     assert found["device_total"]["value"] > found["own_process"]["value"] > found["weights"]["value"]
     assert found["activation_peak"]["state"] == "unknown"
     assert data["blocks"] * data["block_bytes"] <= GIB < (data["blocks"] + 1) * data["block_bytes"]
@@ -90,10 +106,10 @@ def test_the_report_of_the_worker(explicit: dict[str, Any]) -> None:
     assert f"KV cache laid out: {data['blocks']} blocks of {data['block_bytes']} bytes" in log
 
 
-def test_the_gauges_are_on_metrics(explicit: dict[str, Any]) -> None:
+def test_the_gauges_are_on_metrics(explicit: dict[str, Any], model: str) -> None:
     samples = dict(re.findall(r"^(vllm_omni_patch_memory_\w+)(?:\{[^}]*\})? ([\d.e+]+)$", explicit["on"][1], re.M))
     assert float(samples["vllm_omni_patch_memory_kv_cache_bytes"]) == GIB
-    assert float(samples["vllm_omni_patch_memory_weights_bytes"]) > 0
+    assert float(samples["vllm_omni_patch_memory_weights_bytes"]) == pytest.approx(checkpoint_bytes(model), rel=0.03)
     assert "vllm_omni_patch_memory_activation_peak_bytes" not in samples
     assert "vllm_omni_patch" not in explicit["off"][1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patches.available_memory import picture, report
 from vllm_omni_patch.patches.available_memory.cli import app
-from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input, advise, emit, utilization_for
+from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input, emit
 
 GIB = 1 << 30
 
@@ -158,97 +155,6 @@ def test_an_unwritable_folder_is_a_log_line(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VLLM_OMNI_PATCH_REPORT_DIR", str(tmp_path / "file"))
     assert emit(made()) is None
-
-
-# What to set
-
-
-def test_nothing_to_set_when_nothing_is_to_come() -> None:
-    assert advise(made()) == []
-    budget = made()
-    publish(0, resident=GIB)
-    report.complete(budget)
-    assert budget.advice == []
-
-
-def test_exact_settings_for_what_is_to_come() -> None:
-    publish(2 * GIB)
-    budget = made()
-    report.complete(budget)
-    # 30 GiB of 48 are requested; 28 / 48 is 0.58333, and four decimals of it leave at least 2 GiB.
-    assert budget.advice == [
-        f"To leave room for 2.00 GiB of model-local KV still to come: --kv-cache-memory-bytes {15 * GIB}, or "
-        "--gpu-memory-utilization 0.5833"
-    ]
-
-
-def test_what_is_reserved_needs_no_setting() -> None:
-    publish(2 * GIB)
-    budget = made(kv=15 * GIB, reserved_for_model_local_kv=2 * GIB)
-    report.complete(budget)
-    assert budget.advice == []
-
-
-def test_an_unknown_amount_gives_no_setting() -> None:
-    publish(None)
-    budget = made()
-    report.complete(budget)
-    assert budget.advice == [
-        "How much model-local KV is still to come is not known; no setting can be computed for it."
-    ]
-
-
-def test_bytes_in_place_that_the_budget_does_not_count() -> None:
-    """Reserved blocks of a graph pool are in none of the terms through vLLM 0.26; own memory contains them."""
-    publish(0, resident=GIB, uncharged=GIB)
-    budget = made()
-    report.complete(budget)
-    assert f"--kv-cache-memory-bytes {16 * GIB}" in budget.advice[0]
-    assert "1.00 GiB in place that this budget does not count" in budget.advice[0]
-    counted = made(counts_own_process=True)
-    report.complete(counted)
-    assert counted.advice == []
-
-
-def test_no_room_at_all() -> None:
-    publish(20 * GIB)
-    budget = made()
-    report.complete(budget)
-    assert budget.advice[0].startswith("No KV cache fits: it would have to leave room for 20.00 GiB of model-local KV")
-
-
-def test_a_neighbour_that_grew_limits_the_room() -> None:
-    budget = made()
-    budget.inputs.append(Input.measured(report.DEVICE_FREE, 12 * GIB, "torch"))
-    report.complete(budget)
-    assert budget.advice == [
-        "To fit into what is free (12.00 GiB are free): "
-        f"--kv-cache-memory-bytes {12 * GIB}, or --gpu-memory-utilization 0.5208"
-    ]
-
-
-def test_old_cpu_releases_are_set_by_their_variable() -> None:
-    publish(2 * GIB)
-    budget = made(kv_setting="VLLM_CPU_KVCACHE_SPACE", linear_in_requested=False)
-    report.complete(budget)
-    assert budget.advice == ["To leave room for 2.00 GiB of model-local KV still to come: VLLM_CPU_KVCACHE_SPACE=15"]
-
-
-@given(
-    total=st.integers(1 << 20, 1 << 42),
-    utilization=st.floats(0.0001, 1),
-    non_kv=st.integers(0, 1 << 42),
-    pending=st.integers(1, 1 << 41),
-)
-def test_the_utilization_leaves_at_least_the_room(total: int, utilization: float, non_kv: int, pending: int) -> None:
-    requested = math.ceil(total * utilization)
-    kv = requested - non_kv
-    if kv <= pending:
-        return
-    budget = made(kv=kv, total=total, requested=requested)
-    value = utilization_for(budget, kv - pending)
-    if value is not None:
-        assert math.ceil(total * value) - non_kv <= kv - pending
 
 
 # Text, JSON and pictures

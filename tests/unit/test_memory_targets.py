@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch import ledger, matrix
+from vllm_omni_patch import ledger, matrix, metrics
 from vllm_omni_patch.apply import Refused, install, remove
 from vllm_omni_patch.contract import check_live, check_source
-from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks, report
-from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory
+from vllm_omni_patch.patches.available_memory import PATCH, explain, explain_cpu, hooks, report
+from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory, host_memory
 
 TARGETS = {target.name: target for target in PATCH.targets}
 GPU = TARGETS["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"]
@@ -192,15 +193,83 @@ def test_cpu_in_a_container(monkeypatch: pytest.MonkeyPatch, emitted: list[repor
         Bound("MemAvailable of /proc/meminfo", None, None, 600 * GIB, "measured"),
         Bound("memory.max of /sys/fs/cgroup/pod", 15 * GIB, 10 * GIB, 5 * GIB, "measured"),
     ]
-    monkeypatch.setattr(explain, "host_memory", lambda: HostMemory(5 * GIB, bounds[1].source, bounds))
-    monkeypatch.setattr(explain, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
+    monkeypatch.setattr(explain_cpu, "host_memory", lambda: HostMemory(5 * GIB, bounds[1].source, bounds))
+    monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB))
     assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB
     made = emitted[0]
     assert inputs(made)["container_limit"].value == 15 * GIB
     assert inputs(made)["device_free"].value == 5 * GIB
     assert made.notes == ["memory.max of /sys/fs/cgroup/pod leaves 5.00 GiB, less than this KV cache"]
-    assert made.advice[0].startswith("To fit into what is free (5.00 GiB are free): --kv-cache-memory-bytes 5368709120")
+    assert made.advice[0].startswith(
+        "To fit into what is free (5.00 GiB are free, 0.00 MiB of that for peak and graphs)"
+    )
+    assert "--kv-cache-memory-bytes 5368709120" in made.advice[0]
+
+
+UNREADABLE = {
+    "the limit": ("memory.max", "memory.max cannot be read"),
+    "its use": ("memory.current", "memory.current cannot be read"),
+    "its cache": ("memory.stat", "memory.stat cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_cpu_in_a_container_whose_files_cannot_be_read(
+    what: str, workers: int, monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport], tmp_path: Path
+) -> None:
+    """What the container leaves is then unknown, whatever the node says; no advice and no gauge is made from it, and
+    what is certain to be too much for all workers together is said."""
+    file, note = UNREADABLE[what]
+    for path, text in (
+        ("proc/meminfo", f"MemAvailable: {600 * GIB // 1024} kB"),
+        ("proc/self/cgroup", "0::/pod"),
+        ("sys/fs/cgroup/pod/memory.max", str(15 * GIB)),
+        ("sys/fs/cgroup/pod/memory.current", str(10 * GIB)),
+        ("sys/fs/cgroup/pod/memory.stat", "inactive_file 0"),
+    ):
+        target = tmp_path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.name == file:
+            target.mkdir()  # a folder in its place cannot be read by anybody, root included
+        else:
+            target.write_text(f"{text}\n")
+    monkeypatch.setattr(explain_cpu, "host_memory", lambda: host_memory(tmp_path))
+    monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
+    monkeypatch.setattr(metrics, "_values", {})
+    parallel = SimpleNamespace(local_world_size=workers, data_parallel_size_local=1)
+    worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB, parallel_config=parallel))
+    assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB
+    made = emitted[0]
+    assert inputs(made)["device_free"].state == "unknown"
+    assert "cannot be read" in inputs(made)["device_free"].source
+    assert any(note in each for each in made.notes)
+    assert made.advice == []
+    assert not {name for name, _ in metrics.values()} & {
+        "memory_device_free_bytes",
+        "memory_free_for_this_worker_bytes",
+    }
+    known = {"the limit": 600, "its use": 15, "its cache": 5}[what] * GIB
+    too_much = [each for each in made.notes if "less than this KV cache" in each]
+    assert bool(too_much) == (workers * made.kv_bytes > known)
+    if workers > 1:
+        assert inputs(made)["free_for_this_worker"].state == "unknown"
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_workers_are_told_fits_all_of_them(
+    workers: int, monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]
+) -> None:
+    monkeypatch.setattr(explain_cpu, "host_memory", lambda: HostMemory(600 * GIB, "MemAvailable", []))
+    monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (20 * GIB, 10 * GIB, "memory node 0"))
+    parallel = SimpleNamespace(local_world_size=workers, data_parallel_size_local=1)
+    worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB, parallel_config=parallel))
+    hooks.run_report(lambda: 7 * GIB, worker, (), {})
+    made = emitted[0]
+    found = re.search(r"--kv-cache-memory-bytes (\d+)", made.advice[0])
+    assert found is not None and 0 < int(found[1]) * workers <= 10 * GIB
+    assert inputs(made)["free_for_this_worker"].value == 10 * GIB // workers
 
 
 def test_cpu_reserve(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
@@ -281,3 +350,26 @@ def test_declaring_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_own_memory_has_one_judge() -> None:
+    """NVML's row reaches nobody but through ``own_memory``; the baseline is what the judge compares it with."""
+    import ast
+
+    folder = Path(explain.__file__).parent
+    users = set()
+    for path in folder.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                called = {
+                    getattr(node.func, "id", getattr(node.func, "attr", ""))
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Call)
+                }
+                users |= {(path.name, function.name, name) for name in called & {"read_own", "read_device", "trust"}}
+    assert users == {
+        ("profiling.py", "read_device", "read_own"),
+        ("profiling.py", "own_memory", "read_device"),
+        ("profiling.py", "own_memory", "trust"),
+        ("hooks.py", "_take_baseline", "read_device"),
+    }
