@@ -29,10 +29,10 @@ from collections.abc import Callable
 ALIVE = "alive"
 PREFIX = "vllm-omni-patch-"  # every shared folder's name begins so
 STALE_S = 24 * 3600.0
-# As a text, in an interpreter without site packages: some 7 MiB, and 16 ms of CPU to start. It leaves its parent, so that
-# nobody has a child that they know nothing of, and what ends a group or a terminal's session (SIGTERM, SIGHUP, SIGINT)
-# does not concern it: it ends with the others anyway. No path is on its command line, where "pkill -9 -f vllm" would
-# look.
+# As a text, in an interpreter without site packages: some 7 MiB, and 16 ms of CPU to start. It leaves its parent, so
+# that nobody has a child that they know nothing of, and what ends a group or a terminal's session (SIGTERM, SIGHUP,
+# SIGINT) does not concern it: it ends with the others anyway. No path is on its command line, where
+# "pkill -9 -f vllm" would look.
 _KEEPER = f"""\
 # Removes the folder that it was started in, once every process that takes part in it has ended.
 import fcntl, os, shutil, signal
