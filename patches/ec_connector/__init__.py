@@ -22,8 +22,9 @@ PATCH = Patch(
     ),
     scope=(
         "Adds one name to ECConnectorFactory. Only when that name is chosen: encodes failed loads in the same step (V1 "
-        "and V2 model runner), begins a new epoch when weights are replaced, leaves enable_mm_embeds as the user set "
-        "it. With another connector, or none, every wrapper calls the original and does nothing else."
+        "and V2 model runner), looks at the encoder's weights and begins a new epoch when they were replaced, leaves "
+        "enable_mm_embeds as the user set it. With another connector, or none, every wrapper calls the original and "
+        "does nothing else."
     ),
     fragility=(
         "Binds scheduler_output.scheduled_encoder_inputs and the runner's requests (V1), or scheduled_encoder_inputs "
@@ -71,19 +72,11 @@ PATCH = Patch(
             note="the V2 runner takes part in encoder cache transfer from 0.28.0",
         ),
         Target(
-            module="vllm.v1.core.sched.scheduler",
-            qualname="Scheduler.reset_encoder_cache",
-            install=f"{_HOOKS}:new_epoch_in_scheduler",
-            optional=True,
-            contract=Contract(parameters=(), class_attributes=("ec_connector",)),
-            note="weights can be replaced without a restart from 0.17.0",
-        ),
-        Target(
             module="vllm.v1.worker.gpu_worker",
-            qualname="Worker.reset_encoder_cache",
-            install=f"{_HOOKS}:new_epoch_in_worker",
-            optional=True,
-            contract=Contract(parameters=()),
+            qualname="Worker.load_model",
+            install=f"{_HOOKS}:look_at_weights",
+            group=_GROUP,
+            contract=Contract(base_methods=("get_model",)),
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",

@@ -9,7 +9,7 @@ Releases differ in which methods exist and which are called; a method that a rel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -30,6 +30,7 @@ from vllm_omni_patch.patches.ec_connector.connector_worker import (
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.identity import model_identity
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load
+from vllm_omni_patch.patches.ec_connector.weights import WeightsSample
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         self._consumer = bool(transfer.is_ec_consumer)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._weights: WeightsSample | None = None
         in_scheduler = role == base.ECConnectorRole.SCHEDULER
         if not in_scheduler:
             recompute.require(vllm_config)
@@ -115,6 +117,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
                 device=str(current_platform.device_type),
                 first=group.rank_in_group == 0,
                 stores=self.is_producer and group.rank_in_group == 0 and not adapters_unclear,
+                weights_changed=self._weights_changed,
                 agree=agree_over(group.cpu_group) if group.world_size > 1 else None,
             )
         return self._worker
@@ -217,14 +220,31 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         if self.is_producer:
             self._worker_side().about_to_encode(items)
 
-    # -- both
+    def weights_loaded(self, model_of: Callable[[], Any]) -> None:
+        """The worker has loaded the checkpoint: its weights are those that entries are stored under. Told by our hook.
 
-    def weights_changed(self) -> None:
-        """The model's weights are replaced: outputs of before are not for it any more."""
-        if self._scheduler is not None:
-            self._scheduler.weights_changed()
-        else:
-            self._engine.new_epoch()
+        ``model_of`` gives the model as it is at any later time. Never raises; without a first look at the weights
+        nothing is loaded or stored.
+        """
+        if self._weights is not None:
+            return  # loaded once more: whether these are the same weights is for the sample to say
+        try:
+            self._weights = WeightsSample(model_of)
+        except Exception as error:
+            _log.warning("Encoder cache: the encoder's weights cannot be looked at: %r", error)
+
+    def weights_replaced(self) -> None:
+        """Weights were written by a call that says so: a new epoch, also where a sample would not show it."""
+        self._engine.new_epoch()
+        if self._weights is not None:
+            self._weights.forget()
+
+    def _weights_changed(self) -> bool:
+        if self._weights is None:
+            raise RuntimeError("the end of vLLM's Worker.load_model was not seen in this process")
+        return self._weights.changed()
+
+    # -- both
 
     def get_ec_connector_stats(self) -> Any:
         """Counts of scheduler and workers since the last call (0.31.0 and later), from the scheduler's instance."""

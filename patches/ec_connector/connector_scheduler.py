@@ -212,9 +212,3 @@ class SchedulerSide:
             if known is not None and known.request_id == request.request_id:
                 del self._known[feature.identifier]
                 self._in_hand.pop(feature.identifier, None)
-
-    def weights_changed(self) -> None:
-        """vLLM's ``reset_encoder_cache``: no entry of before is offered again."""
-        self._answers = {}
-        self._in_hand = {}
-        self._engine.new_epoch()

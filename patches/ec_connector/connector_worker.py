@@ -52,9 +52,11 @@ class WorkerSide:
         device: where loaded tensors go, as torch names it.
         first: whether this is the first rank. It counts what all do alike, and keeps copies of what a remote sent.
         stores: whether this rank writes (a producer's first rank).
-        agree: turns this rank's success flags into those that all ranks hold. Every rank calls it in the same order,
-            once in each step whose plan has loads, with one flag per load: a rank that encodes alone would wait for
-            ever in the vision tower's collective.
+        weights_changed: whether the encoder's weights are other than at the last call. Raises where that cannot be
+            told.
+        agree: turns this rank's flags into those that all ranks hold. Every rank calls it in the same order, once in
+            each step that loads or encodes: a rank that encodes alone would wait for ever in the vision tower's
+            collective.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class WorkerSide:
         device: str,
         first: bool = True,
         stores: bool,
+        weights_changed: Callable[[], bool],
         agree: Agree | None = None,
     ) -> None:
         self._engine = engine
@@ -72,30 +75,68 @@ class WorkerSide:
         self._keys = keys
         self._device = device
         self._stores = stores
+        self._weights_changed = weights_changed
         self._agree = agree
+        self._idle = False
+        self._looked = False
         self._failed: list[Load] = []
         self._noted: dict[str, str | None] = {}
 
     def load(self, encoder_cache: MutableMapping[str, torch.Tensor], plan: StepPlan) -> None:
         """vLLM's ``start_load_caches``: put this step's promised items into ``encoder_cache``, all ranks alike."""
         self._failed = []
+        self._looked = bool(plan.loads)
         if not plan.loads:
             return
-        tensors = [self._fetch(load, encoder_cache, plan.tensors) for load in plan.loads]
-        flags = [tensor is not None for tensor in tensors]
-        agreed = flags if self._agree is None else self._agree(flags)
+        looked = self._look()
+        tensors = [self._fetch(load, encoder_cache, plan.tensors, looked) for load in plan.loads]
+        agreed, ours = self._settle(looked, [tensor is not None for tensor in tensors])
         for load, tensor, together in zip(plan.loads, tensors, agreed, strict=True):
-            if together and tensor is not None:
+            # What came with the step has nothing that could be encoded in its place.
+            if together and tensor is not None and (ours or load.identifier in plan.tensors):
                 encoder_cache[load.identifier] = tensor
                 continue
             # A tensor that this rank has and another one lacks must not stay either: every rank encodes.
             encoder_cache.pop(load.identifier, None)
             self._failed.append(load)
-            if tensor is None:
+            if tensor is None and ours:
                 self._discard(load)
 
+    def _look(self) -> tuple[bool, bool]:
+        """Whether this rank can tell what its weights are, and whether they are those of the present epoch."""
+        if self._idle:
+            return False, False
+        try:
+            return True, not self._weights_changed()
+        except Exception as error:
+            _log.warning(
+                "Encoder cache: it cannot be told whether the encoder's weights were replaced (%r). Nothing is loaded "
+                "or stored from now on; serving goes on.",
+                error,
+            )
+            return False, False
+
+    def _settle(self, looked: tuple[bool, bool], flags: list[bool]) -> tuple[list[bool], bool]:
+        """``flags`` as all ranks hold them, and whether the weights of all are those of the epoch.
+
+        Where they are not, a new epoch begins on all ranks. Where one rank cannot tell, it is the last one, and all are
+        idle from then on.
+        """
+        shared = [*looked, *flags]
+        known, same, *agreed = shared if self._agree is None else self._agree(shared)
+        if not same and not self._idle:
+            self._idle = not known
+            if known:
+                _log.info("Encoder cache: the encoder's weights were replaced in place.")
+            self._engine.new_epoch()
+        return agreed, same
+
     def _fetch(
-        self, load: Load, encoder_cache: Mapping[str, torch.Tensor], in_hand: Mapping[str, torch.Tensor]
+        self,
+        load: Load,
+        encoder_cache: Mapping[str, torch.Tensor],
+        in_hand: Mapping[str, torch.Tensor],
+        looked: tuple[bool, bool],
     ) -> torch.Tensor | None:
         try:
             present = encoder_cache.get(load.identifier)
@@ -103,7 +144,7 @@ class WorkerSide:
                 return present
             if load.identifier in in_hand:
                 tensor = in_hand[load.identifier].to(self._device)
-            elif load.key:
+            elif load.key and all(looked):
                 tensor = self._engine.get(load.key, self._device, load.rows)
             else:
                 return None
@@ -128,9 +169,12 @@ class WorkerSide:
     def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:
         """Note what the encoder is going to produce, because vLLM's ``save_caches`` names an identifier only.
 
-        ``items``: (request id, feature, the request's adapter or ``None``).
+        ``items``: (request id, feature, the request's adapter or ``None``). Called on all ranks alike.
         """
-        if not self._stores:
+        looked, self._looked = self._looked, False
+        if not looked and (self._stores or self._agree is not None):
+            self._settle(self._look(), [])
+        if self._idle or not self._stores:
             return
         if len(self._noted) > _MAX_NOTED:
             self._noted.clear()
@@ -154,10 +198,6 @@ class WorkerSide:
         except Exception as error:
             _log.warning("storing %.80r in the encoder cache failed: %r", identifier, error)
 
-    def weights_changed(self) -> None:
-        """The weights are being replaced: what is stored from now on belongs to another epoch."""
-        self._engine.new_epoch()
-
 
 def _fits(tensor: torch.Tensor, load: Load) -> bool:
     """Two-dimensional, with the rows that the request's placeholders take and the encoder's width where known.
@@ -171,7 +211,7 @@ def _fits(tensor: torch.Tensor, load: Load) -> bool:
 
 
 def agree_over(group: Any) -> Agree:
-    """Minimum of the success flags over a torch process group on the CPU (gloo)."""
+    """Minimum of the flags over a torch process group on the CPU (gloo)."""
 
     def agree(flags: Sequence[bool]) -> list[bool]:
         import torch

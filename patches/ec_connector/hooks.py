@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
 from vllm_omni_patch.patches.ec_connector import recompute, refusals
 
-_log = ledger.logger("ec")
 _MODULE = "vllm_omni_patch.patches.ec_connector.connector"
 
 
@@ -75,32 +73,32 @@ def _recovery(hook: Hook, runner: str, around: Callable[..., Any]) -> Undo:
     return undo_all
 
 
-def new_epoch_in_scheduler(hook: Hook) -> Undo:
-    """``Scheduler.reset_encoder_cache``: entries of before are not offered again."""
+def look_at_weights(hook: Hook) -> Undo:
+    """``Worker.load_model``: the weights that are there at its end are the checkpoint's."""
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        _tell(getattr(instance, "ec_connector", None))
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        connector = chosen()
+        if connector is not None:
+            connector.weights_loaded(instance.get_model)
+        return result
 
     return hook.wrap(wrapper)
 
 
 def new_epoch_in_worker(hook: Hook) -> Undo:
-    """``reset_encoder_cache``, ``reload_weights`` and ``update_weights`` of the worker.
+    """``reload_weights`` and ``update_weights`` of the worker: a new epoch, also when they end with an error.
 
-    The epoch begins before the call, so that nothing encoded with new weights is stored under the old epoch, and again
-    after it, so that nothing encoded in between with old ones stays.
+    No step runs in a worker during such a call, so nothing is stored between the first byte written and the epoch.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        connector = chosen()
-        if connector is None:
-            return wrapped(*args, **kwargs)
-        _tell(connector)
         try:
             return wrapped(*args, **kwargs)
         finally:
-            _tell(connector)
+            connector = chosen()
+            if connector is not None:
+                connector.weights_replaced()
 
     return hook.wrap(wrapper)
 
@@ -174,16 +172,6 @@ def chosen() -> Any:
         return None
     connector = get_ec_transfer()
     return connector if getattr(connector, "encodes_failed_loads", False) else None
-
-
-def _tell(connector: Any) -> None:
-    if not getattr(connector, "encodes_failed_loads", False):
-        return
-    try:
-        connector.weights_changed()
-    except Exception:
-        _log.exception("could not begin a new epoch of the encoder cache")
-        raise
 
 
 def _is_kv_consumer(vllm_config: Any) -> bool:
