@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -127,6 +128,8 @@ def test_a_step_from_the_scheduler_to_the_worker_and_back(make: Make, monkeypatc
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
     config = make()
     scheduler, worker = (connector(config, role) for role in base.ECConnectorRole)
+    encoder = torch.nn.Linear(4, 4)
+    worker.weights_loaded(lambda: encoder)
     feature = SimpleNamespace(identifier="a", modality="image", data={"pixel_values": 1})
     request = SimpleNamespace(
         request_id="r1",
@@ -162,6 +165,104 @@ def test_a_step_from_the_scheduler_to_the_worker_and_back(make: Make, monkeypatc
     finally:
         scheduler.shutdown()
         worker.shutdown()
+
+
+@pytest.fixture
+def worker(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The worker's connector, chosen in this process."""
+    group = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
+    made = connector(make(), base.ECConnectorRole.WORKER)
+    monkeypatch.setattr("vllm.distributed.ec_transfer.ec_transfer_state._EC_CONNECTOR_AGENT", made)
+    yield made
+    made.shutdown()
+
+
+def store(made: Any, name: str, rows: int = 32) -> bool:
+    """Let the encoder make ``name``; whether it can be loaded then."""
+    made.about_to_encode([("r1", SimpleNamespace(identifier=name, modality="image", data={"pixel_values": 1}), None)])
+    made.save_caches({name: torch.randn(rows, 64)}, name)
+    assert made._engine.flush(10)
+    return bool(made._engine.contains(name, rows))
+
+
+class Runner:
+    """What the worker asks of its model runner; the model is real."""
+
+    def __init__(self) -> None:
+        self.encoder_cache: dict[str, Any] = {}
+        self.model = torch.nn.Linear(4, 4)
+        self.fails = False
+
+    def load_model(self, **_: Any) -> None:
+        self.model = torch.nn.Linear(4, 4)
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def reload_weights(self, *_: Any, **__: Any) -> None:
+        if self.fails:
+            raise OSError("half of the weights were written")
+
+    def reset_encoder_cache(self) -> None:
+        self.encoder_cache.clear()
+
+
+def vllm_worker(made: Any) -> Any:
+    """vLLM's own worker, without a device."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class Bare(Worker):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.vllm_config = made._vllm_config
+            self.model_config = made._vllm_config.model_config
+            self.model_runner = Runner()
+
+        def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+            return contextlib.nullcontext()
+
+    return Bare()
+
+
+def test_weights_are_looked_at_when_they_are_loaded(worker: Any) -> None:
+    """Those at the end of load_model are the checkpoint's; written to before the first step, they are others."""
+    process = vllm_worker(worker)
+    process.load_model()
+    process.model_runner.model.weight.data.add_(1)
+    before = worker._engine._runtime.epoch()
+    assert before == "" and store(worker, "a")
+    assert worker._engine._runtime.epoch() != ""
+
+
+def test_resets_and_loads_of_equal_weights_begin_no_epoch(worker: Any) -> None:
+    process = vllm_worker(worker)
+    process.load_model()
+    assert store(worker, "a")
+    if hasattr(process, "reset_encoder_cache"):
+        process.reset_encoder_cache()
+    process.model_runner.model.weight.data.copy_(process.model_runner.model.weight.data.clone())
+    assert store(worker, "b") and worker._engine.contains("a", 32)
+    assert worker._engine._runtime.epoch() == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_writes_weights_begins_an_epoch(worker: Any, fails: bool) -> None:
+    """Also where a sample would show nothing, and where it ends with an error half way."""
+    process = vllm_worker(worker)
+    process.load_model()
+    assert store(worker, "a")
+    process.model_runner.fails = fails
+    with pytest.raises(OSError) if fails else contextlib.nullcontext():
+        process.reload_weights()
+    assert not worker._engine.contains("a", 32)
+    begun = worker._engine._runtime.epoch()
+    process.model_runner.model.weight.data.add_(1)  # what the call wrote, or the rest of it
+    assert store(worker, "b") and worker._engine._runtime.epoch() == begun != ""
+
+
+def test_a_worker_whose_weights_were_never_seen_stores_nothing(worker: Any) -> None:
+    assert not store(worker, "a")
+    assert worker._engine.stats.snapshot().stored == 0
 
 
 def test_registering_twice_is_refused_with_a_reason() -> None:
