@@ -24,6 +24,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from vllm_omni_patch import table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "vllm_omni_patch" / "matrix-live.json"
 RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
@@ -160,8 +162,19 @@ def save(row: dict) -> None:
     same = (row["release"], row["device"])
     kept = [other for other in rows() if (other["release"], other.get("device", DEVICE)) != same]
     kept.append(row)
+    for other in kept:
+        for patch in other["patches"].values():
+            _drop_targets_that_are_gone(patch)
     kept.sort(key=lambda r: [int(part) for part in r["release"].split(".")])
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _drop_targets_that_are_gone(patch: dict) -> None:
+    """A target that no release in ``matrix.json`` has was given up since: an earlier run proves nothing about it."""
+    known = {target for _, target in table.read(table.MATRIX).targets()}
+    for kind in ("targets", "called", "checked"):
+        if kind in patch:
+            patch[kind] = [name for name in patch[kind] if name in known]
 
 
 if __name__ == "__main__":
