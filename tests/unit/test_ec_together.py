@@ -70,7 +70,10 @@ def rank(number, mine):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group-{number}", rank=mine, world_size=ranks)
     made = engine(folder / str(number), "worker", engine_id=f"engine {number}")
     first = mine == 0
-    side = WorkerSide(made, ItemKeys(), device="cpu", first=first, stores=first, agree=agree_over(dist.group.WORLD))
+    agree = agree_over(dist.group.WORLD)
+    side = WorkerSide(
+        made, ItemKeys(), device="cpu", first=first, stores=first, agree=agree, weights_changed=lambda: False
+    )
     metrics.set_gauge("memory_kv_cache_bytes", "KV.", 10, rank=mine)
     if mine == 0:
         for name in (*SOUND, "damaged"):
