@@ -50,7 +50,7 @@ CHECKED = {
     "available_memory": (
         "Worker.determine_available_memory",
         "CPUWorker.determine_available_memory",
-        "Worker.load_model",
+        "process_weights_after_loading",
         "Worker.initialize_from_config",
     ),
     "model_local_kv": ("GPUModelRunner.load_model", "CPUModelRunner.load_model"),

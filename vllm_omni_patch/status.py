@@ -50,7 +50,7 @@ def gather(report_dir: str | None = None) -> dict[str, Any]:
         },
         "roads": roads(),
         "installed": {name: package.as_json() if package else None for name, package in here.items()},
-        "targets": _claimed([row for one in found for row in _rows(one, one.name in choice.names)]),
+        "targets": _targets(found, choice),
         "processes": accounts,
         "mismatches": mismatches.find(accounts),
     }
@@ -68,14 +68,23 @@ def _report_dir() -> str:
 # -- this environment
 
 
+def _targets(found: Sequence[Found], choice: Choice) -> list[dict[str, Any]]:
+    """Every target; a group that lacks one because another patch has it is off, as in the loader."""
+    by_patch = [(one, _rows(one, one.name in choice.names)) for one in found]
+    rows = _claimed([row for _, rows in by_patch for row in rows])
+    for one, mine in by_patch:
+        if one.patch is not None:
+            _by_groups(one.patch.targets, mine)
+    return rows
+
+
 def _rows(one: Found, asked: bool) -> list[dict[str, Any]]:
     if one.patch is None:
         return [_row(one.name, "", asked, "failed", "failed", one.error, one.distribution, None)]
-    rows = [_target_row(one.patch, target, asked) for target in one.patch.targets]
-    return _by_groups(one.patch.targets, rows)
+    return [_target_row(one.patch, target, asked) for target in one.patch.targets]
 
 
-def _by_groups(targets: Sequence[Target], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_groups(targets: Sequence[Target], rows: list[dict[str, Any]]) -> None:
     """All targets of a group or none."""
     off: dict[str, str] = {}
     for target, row in zip(targets, rows, strict=True):
@@ -85,7 +94,6 @@ def _by_groups(targets: Sequence[Target], rows: list[dict[str, Any]]) -> list[di
         if target.group in off and row["would_be"] == "applied":
             reason = f"all targets of group {target.group!r} or none, and one cannot be applied: {off[target.group]}"
             row.update(would_be="skipped", reason=reason)
-    return rows
 
 
 def _claimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

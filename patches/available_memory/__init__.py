@@ -84,10 +84,10 @@ PATCH = Patch(
             note="own memory before the weights; with the process budget also a refusal that names the neighbours",
         ),
         Target(
-            module="vllm.v1.worker.gpu_worker",
-            qualname="Worker.load_model",
-            install=f"{_ROOM}.hooks:install_load",
-            contract=Contract(base_methods=("determine_available_memory",)),
+            module="vllm.model_executor.model_loader.utils",
+            qualname="process_weights_after_loading",
+            install=f"{_ROOM}.hooks:install_count",
+            contract=Contract(parameters=(Parameter("model"), Parameter("model_config"), Parameter("target_device"))),
             note="on CPU only: counts the weights before vLLM packs and empties them",
         ),
         Target(

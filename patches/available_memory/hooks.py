@@ -29,7 +29,7 @@ logger = ledger.logger("memory")
 _inside = threading.local()
 _baselines: WeakKeyDictionary[Any, gpu.Baseline] = WeakKeyDictionary()
 _reports: WeakKeyDictionary[Any, report.BudgetReport] = WeakKeyDictionary()
-_loaded: WeakKeyDictionary[Any, weights.Before] = WeakKeyDictionary()
+_before: weights.Before = WeakKeyDictionary()  # the models of this process, as they were loaded
 
 
 def install_gpu(hook: Hook) -> Undo:
@@ -71,21 +71,19 @@ def install_init(hook: Hook) -> Undo:
     return hook.wrap(init_device)
 
 
-def install_load(hook: Hook) -> Undo:
-    """Wrap ``Worker.load_model``: on CPU, what the weights take is counted before vLLM packs them."""
+def install_count(hook: Hook) -> Undo:
+    """Wrap ``process_weights_after_loading``: on CPU, what the weights take is counted before vLLM packs them."""
 
-    def load_model(wrapped: Callable[..., Any], worker: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(getattr(worker, "device", None), "type", None) != "cpu":
-            return wrapped(*args, **kwargs)
-        with weights.counted() as before:
-            result = wrapped(*args, **kwargs)
+    def process(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         try:
-            _loaded[worker] = before
-        except TypeError:  # a worker class that cannot be hashed or weakly referenced
-            pass
-        return result
+            given = dict(zip(("model", "model_config", "target_device"), args, strict=False)) | kwargs
+            if given["target_device"].type == "cpu":
+                weights.note(given["model"], _before)
+        except Exception as error:
+            logger.debug("weights were not counted before packing: %s", error)
+        return wrapped(*args, **kwargs)
 
-    return hook.wrap(load_model)
+    return hook.wrap(process)
 
 
 def install_layout(hook: Hook) -> Undo:
@@ -163,7 +161,7 @@ def finish(
         if reserved:
             value = less_reserve(value, reserved)
     try:
-        made = explain.build(worker, value, stock, policy, explicit, watch, _of(_loaded, worker))
+        made = explain.build(worker, value, stock, policy, explicit, watch, _before)
         made.reserved_for_model_local_kv = reserved
         _reports[worker] = made
         report.emit(made)

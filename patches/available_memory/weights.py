@@ -9,47 +9,12 @@ count is therefore made at the door to that step, ``process_weights_after_loadin
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm_omni_patch import ledger
-from vllm_omni_patch.patches.available_memory.profiling import swapped
-
-logger = ledger.logger("memory")
-
-LOADERS = "vllm.model_executor.model_loader."
-STEP = "process_weights_after_loading"
-
 Before = WeakKeyDictionary[Any, dict[str, int]]
 """Of every module: bytes of each parameter and buffer of its own. What several modules share counts in the first."""
-
-
-@contextmanager
-def counted() -> Iterator[Before]:
-    """Note the sizes of every model that is loaded inside the block, before its weights are packed."""
-    before: Before = WeakKeyDictionary()
-
-    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
-        def process_weights_after_loading(*args: Any, **kwargs: Any) -> Any:
-            try:
-                note(args[0] if args else kwargs["model"], before)
-            except Exception as error:
-                logger.debug("weights were not counted before packing: %s", error)
-            return original(*args, **kwargs)
-
-        return process_weights_after_loading
-
-    with ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            # Each loader module imported the function by name. The one that defines it is left alone: who imports it
-            # inside the block would keep the stand-in for good.
-            original = getattr(module, STEP, None) if name.startswith(LOADERS) else None
-            if callable(original) and getattr(original, "__module__", name) != name:
-                stack.enter_context(swapped(module, STEP, watching(original)))
-        yield before
 
 
 def note(model: Any, before: Before) -> None:

@@ -394,6 +394,12 @@ def test_the_matrix_covers_every_target_on_every_release(shipped):
     assert wanted - held == set(), "targets without rows: run vllm-omni-patch matrix --update"
 
 
+def test_no_two_of_our_patches_name_one_attribute():
+    """The loader gives it to the first; the other would be off, and its whole group with it."""
+    names = [(t.module, t.qualname) for p in ours() for t in p.targets]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_every_row_gives_its_reason_and_its_code(shipped):
     for r in shipped.rows():
         assert r.reason or r.verdict == "applies", r

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.available_memory import explain_cpu, weights  # noqa: E402
+from vllm_omni_patch import apply  # noqa: E402
+from vllm_omni_patch.patches.available_memory import PATCH, explain_cpu, hooks, weights  # noqa: E402
 
-LOADER = f"{weights.LOADERS}loader_for_test"
 SIZE = 64 * 64 * 4
 
 
@@ -27,37 +26,41 @@ def model() -> Any:
     return torch.nn.Sequential(*layers)
 
 
-def pack(module: Any, *args: Any) -> None:
+def pack(model: Any, model_config: Any, target_device: Any) -> None:
     """What vLLM does on CPU: a copy in an object that torch does not know of, and an empty parameter in its place."""
-    module[0].kernel = module[0].weight.detach().numpy().copy()
-    module[0].weight = emptied()
-    module[1].weight.data = torch.empty(0)
+    model[0].kernel = model[0].weight.detach().numpy().copy()
+    model[0].weight = emptied()
+    model[1].weight.data = torch.empty(0)
 
 
 @pytest.fixture
-def loader() -> Iterator[ModuleType]:
-    """A loader module as vLLM's are: it has the step by name from the module that defines it."""
-    module = ModuleType(LOADER)
-    defined = lambda *args, **kwargs: pack(*args)  # noqa: E731
-    defined.__module__ = f"{weights.LOADERS}utils"
-    module.process_weights_after_loading = defined  # type: ignore[attr-defined]
-    sys.modules[LOADER] = module
-    yield module
-    del sys.modules[LOADER]
+def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """vLLM's step, with our hook around it and the counts of this test alone."""
+    module = ModuleType("loader_utils_for_test")
+    module.process_weights_after_loading = pack  # type: ignore[attr-defined]
+    (target,) = (one for one in PATCH.targets if one.qualname == "process_weights_after_loading")
+    monkeypatch.setattr(hooks, "_before", weights.WeakKeyDictionary())
+    done = apply.install(PATCH, target, module, on_first_call=lambda: None)
+    yield lambda *args, **kwargs: module.process_weights_after_loading(*args, **kwargs)
+    assert apply.remove(done) == "" and module.process_weights_after_loading is pack
 
 
-def test_packed_weights_count_as_before(loader: ModuleType) -> None:
-    made, step = model(), loader.process_weights_after_loading
-    with weights.counted() as before:
-        loader.process_weights_after_loading(made, None, None)
-    assert loader.process_weights_after_loading is step
-    assert weights.total([made], before) == (3 * SIZE, 2)
+@pytest.mark.parametrize("named", [False, True])
+def test_packed_weights_count_as_before(step: Callable[..., None], named: bool) -> None:
+    made, cpu = model(), torch.device("cpu")
+    step(model=made, model_config=None, target_device=cpu) if named else step(made, None, cpu)
+    assert weights.total([made], hooks._before) == (3 * SIZE, 2)
+
+
+def test_nothing_is_counted_on_a_gpu(step: Callable[..., None]) -> None:
+    step(model(), None, torch.device("cuda"))
+    assert not hooks._before
 
 
 def test_nobody_counted_before_is_unknown() -> None:
     made = model()
     assert weights.total([made], {}) == (3 * SIZE, 0)
-    pack(made)
+    pack(made, None, None)
     assert weights.total([made], {}) is None
     row = explain_cpu._weights(SimpleNamespace(model_runner=SimpleNamespace(model=made)), None)
     assert (row.state, row.value) == ("unknown", None) and "packed and emptied" in row.source
@@ -88,23 +91,15 @@ def test_what_is_shared_counts_once() -> None:
     assert weights.total([made], before) == (3 * SIZE, 1)
 
 
-def test_a_failing_count_does_not_disturb_the_load(loader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_count_does_not_disturb_the_load(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(weights, "note", fail)
     made = model()
-    with weights.counted() as before:
-        loader.process_weights_after_loading(made, None, None)
+    step(made, None, torch.device("cpu"))
     assert made[0].weight.numel() == 0
-    assert weights.total([made], before) is None
-
-
-def test_an_error_of_the_loader_passes_and_nothing_stays_swapped(loader: ModuleType) -> None:
-    step = loader.process_weights_after_loading
-    with pytest.raises(KeyError), weights.counted():
-        raise KeyError("no such weight")
-    assert loader.process_weights_after_loading is step
+    assert weights.total([made], hooks._before) is None
 
 
 def test_draft_models_count_too() -> None:

@@ -199,6 +199,17 @@ def test_status_knows_that_an_attribute_has_one_owner(house: House) -> None:
     assert "patch 'probe' claims this attribute first" in rows["second", LOAD]["reason"]
 
 
+def test_a_group_without_an_attribute_that_another_patch_has_is_off(house: House) -> None:
+    house.patch(
+        "second",
+        'T("vllm.worker", "Worker.load", group="g"), T("vllm.other", "Base.run", group="g")',
+        [LOAD, "vllm.other:Base.run"],
+    )
+    rows = {(row["patch"], row["target"]): row for row in status(house, flag="second,probe")["targets"]}
+    other = rows["second", "vllm.other:Base.run"]
+    assert other["would_be"] == "skipped" and "group 'g'" in other["reason"]
+
+
 def test_status_imports_neither_vllm_nor_stage_two(house: House) -> None:
     house.write("vllm/__init__.py", "raise RuntimeError('imported')\n")
     house.write("torch/__init__.py", "raise RuntimeError('imported')\n")
