@@ -10,6 +10,28 @@ from vllm_omni_patch.patches.ec_connector.uses import USES
 _HOOKS = "vllm_omni_patch.patches.ec_connector.hooks"
 # Registered together with what makes a failed load harmless, or not at all.
 _GROUP = "connector"
+# (module of a loader, its class, parameters of ``_prepare_weights``)
+_LOADERS: tuple[tuple[str, str, tuple[Parameter, ...]], ...] = (
+    (
+        "default_loader",
+        "DefaultModelLoader",
+        (
+            Parameter("model_name_or_path"),
+            Parameter("subfolder", optional=True),
+            Parameter("revision"),
+            Parameter("fall_back_to_pt"),
+            Parameter("allow_patterns_overrides"),
+        ),
+    ),
+    ("sharded_state_loader", "ShardedStateLoader", (Parameter("model_name_or_path"), Parameter("revision"))),
+    ("runai_streamer_loader", "RunaiModelStreamerLoader", (Parameter("model_name_or_path"), Parameter("revision"))),
+    ("bitsandbytes_loader", "BitsAndBytesModelLoader", (Parameter("model_name_or_path"), Parameter("revision"))),
+    (
+        "gguf_loader",
+        "GGUFModelLoader",
+        (Parameter("model_name_or_path", optional=True), Parameter("model_config", optional=True)),
+    ),
+)
 _MM_CONFIG = Contract(parameters=(), class_attributes=("model_config", "ec_transfer_config"))
 
 PATCH = Patch(
@@ -22,9 +44,9 @@ PATCH = Patch(
     ),
     scope=(
         "Adds one name to ECConnectorFactory. Only when that name is chosen: encodes failed loads in the same step (V1 "
-        "and V2 model runner), looks at the encoder's weights and begins a new epoch when they were replaced, leaves "
-        "enable_mm_embeds as the user set it. With another connector, or none, every wrapper calls the original and "
-        "does nothing else."
+        "and V2 model runner), notes which files the model is loaded from, looks at the encoder's weights and begins a "
+        "new epoch when they were replaced, leaves enable_mm_embeds as the user set it. With another connector, or "
+        "none, every wrapper calls the original and does nothing else."
     ),
     fragility=(
         "Binds scheduler_output.scheduled_encoder_inputs and the runner's requests (V1), or scheduled_encoder_inputs "
@@ -91,6 +113,17 @@ PATCH = Patch(
             install=f"{_HOOKS}:new_epoch_in_worker",
             optional=True,
             contract=Contract(parameters=(Parameter("update_info"),)),
+        ),
+        *(
+            Target(
+                module=f"vllm.model_executor.model_loader.{module}",
+                qualname=f"{owner}._prepare_weights",
+                install=f"{_HOOKS}:tell_opened",
+                optional=True,
+                contract=Contract(parameters=parameters),
+                note="the files that a model is loaded from; entries of what another loader loads serve one run",
+            )
+            for module, owner, parameters in _LOADERS
         ),
         Target(
             module="vllm.config.vllm",

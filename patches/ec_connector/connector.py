@@ -16,7 +16,7 @@ import vllm
 from vllm.distributed.ec_transfer.ec_connector import base
 
 from vllm_omni_patch import ledger
-from vllm_omni_patch.patches.ec_connector import recompute, refusals
+from vllm_omni_patch.patches.ec_connector import opened, recompute, refusals
 from vllm_omni_patch.patches.ec_connector.config import load_ec_config
 from vllm_omni_patch.patches.ec_connector.connector_scheduler import SchedulerSide, StepPlan
 from vllm_omni_patch.patches.ec_connector.connector_worker import (
@@ -84,6 +84,11 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         if not in_scheduler:
             recompute.require(vllm_config)
         self._engine = _build_engine(vllm_config, "scheduler" if in_scheduler else "worker")
+        self._opened = opened.Opened(vllm_config)
+        if not in_scheduler:
+            self._engine.claims.write("")  # until the loader opens something
+        elif not self._engine.claims.any():
+            self._engine.claims.write(opened.in_advance(vllm_config))
         # vLLM calls shutdown() from 0.23.0 only, and no release calls it when its process dies of an error.
         self._closing = weakref.finalize(self, _close, self._engine)
         self._deltas = Deltas(SCHEDULER_COUNTS if in_scheduler else WORKER_COUNTS)
@@ -219,6 +224,11 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         """Items that the encoder is going to run over; told by our hooks."""
         if self.is_producer:
             self._worker_side().about_to_encode(items)
+
+    def weights_opened(self, source: str, result: Any) -> None:
+        """A loader has found the files of ``source``; told by our hooks while the model is loaded."""
+        self._opened.add(source, result)
+        self._engine.claims.write(self._opened.weights)
 
     def weights_loaded(self, model_of: Callable[[], Any]) -> None:
         """The worker has loaded the checkpoint: its weights are those that entries are stored under. Told by our hook.

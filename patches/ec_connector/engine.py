@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -43,6 +42,7 @@ from vllm_omni_patch.patches.ec_connector.identity import (
     stable_u64,
     vllm_version,
 )
+from vllm_omni_patch.patches.ec_connector.opened import Claims, settle, within_run
 from vllm_omni_patch.patches.ec_connector.runtime import Runtime
 from vllm_omni_patch.patches.ec_connector.staging import LoadBuffer, Staging
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
@@ -73,7 +73,7 @@ class ECCacheEngine:
         dtype: torch.dtype,
         device_type: str = "cpu",
     ) -> None:
-        self.config = config = _within_run(config, identity)
+        self.config = config = within_run(config, identity)
         self.identity = identity
         self.role: Role = role
         self.stats = ECStats(role, config.stats_seconds)
@@ -88,6 +88,8 @@ class ECCacheEngine:
         self._binding: tuple[str, bytes] | None = None
         self._epoch_lost = self._epoch_warned = False
         self._runtime = Runtime(identity.engine_id, config.shm_path)
+        self.claims = Claims(self._runtime.path)
+        self._settled = bool(config.namespace) or not identity.weights_unknown
         self._tiers = Tiers.build(config, self._runtime, role, identity.name, self._dtype, self.stats)
         self._atexit = _close_at_exit(self)
         if self._disabled:
@@ -226,6 +228,8 @@ class ECCacheEngine:
         epoch = self._epoch()
         if epoch is None:
             return None
+        if not self._settled:
+            self.identity, self._settled = settle(self.identity, self.claims), True
         known = self._binding
         if known is None or known[0] != epoch:
             bound = self.identity.bind(self.config.namespace, self.config.salt, self._dtype, epoch)
@@ -366,27 +370,6 @@ class ECCacheEngine:
                     stored=lambda key: self._runtime.allow(key.path),
                 )
             return self._writer, self._staging
-
-
-def _within_run(config: ECConfig, identity: ModelIdentity) -> ECConfig:
-    """``config``, without what outlives the run where the run could not be told from others; says so once."""
-    if config.namespace or not identity.weights_unknown:
-        return config
-    if not identity.run_unknown:
-        _log.warning(
-            "Encoder cache: the weights of %r cannot be told from others (no weight file or downloaded snapshot is on "
-            "this host), so entries serve this run only. Set ec_namespace to a text that changes with the weights to "
-            "keep them over restarts.",
-            identity.name,
-        )
-        return config
-    if config.disk_path or config.has_remote:
-        _log.warning(
-            "Encoder cache: neither the weights of %r nor this run can be told from others, so disk and remote are "
-            "not used. Set ec_namespace to a text that changes with the weights, or engine_id in --ec-transfer-config.",
-            identity.name,
-        )
-    return replace(config, disk_path="", remote_url="", remote_options={})
 
 
 def dtype_name(dtype: torch.dtype) -> str:

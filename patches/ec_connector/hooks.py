@@ -103,6 +103,21 @@ def new_epoch_in_worker(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
+def tell_opened(hook: Hook) -> Undo:
+    """``_prepare_weights`` of vLLM's loaders: tell the connector which files the model is loaded from."""
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        connector = chosen()
+        if connector is not None:
+            source = args[0] if args else kwargs.get("model_name_or_path", kwargs.get("model_config"))
+            # The GGUF loader from 0.12 takes the model's configuration instead of its name.
+            connector.weights_opened(str(getattr(source, "model", source)), result)
+        return result
+
+    return hook.wrap(wrapper)
+
+
 def keep_mm_embeds(hook: Hook) -> Undo:
     """Leave ``enable_mm_embeds`` as the user set it where the connector is a cache and not a transfer.
 

@@ -7,16 +7,17 @@ attribute only makes the fingerprint shorter.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from vllm_omni_patch.patches.ec_connector.opened import content_of
 
 # Encoder outputs are the same on every tensor-parallel rank, so all ranks share one logical rank
 # (encoder cache design, "Cache Key").
@@ -27,15 +28,6 @@ KEY_WORKER_ID = 0
 MAX_ID_BYTES = 48 * 1024
 BINDING_BYTES = 32
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_INDEX_SUFFIX = ".index.json"
-# What is read of a weight file: stripes spread evenly from its first byte to its last. A checkpoint replaced by one of
-# the same size and time differs in some tensor. Files of up to a MiB are read whole.
-_STRIPES = 64
-_STRIPE = 16 * 1024
-# Files that say how an image becomes pixels. vLLM's content hash leaves them out, as it does ``mm_processor_kwargs`` of
-# the configuration; those of a request are in it.
-_PROCESSOR_SUFFIX = "processor_config.json"
 # In place of weights that cannot be told from others: the run, which no other run is. Alone it means that the processes
 # of the engine have nothing in common that names the run.
 _THIS_RUN = "run:"
@@ -118,10 +110,11 @@ class Key:
 class ModelIdentity:
     """What decides the value of an encoder output, apart from the input itself.
 
-    ``facts`` is plain JSON data. ``weights`` is left out of the binding, with ``name`` and ``revision``, when the
-    operator gives a namespace: equal namespaces then vouch for equal weights (another host, another mount point).
-    Weights that cannot be told from others are named by the run. ``engine_id`` is the same in all processes of one
-    engine and says nothing about the model.
+    ``facts`` is plain JSON data. ``name`` and ``revision`` are roads to the weights, and one set of weights has many
+    (id, folder, link, offline): they count only where the weights do not speak for themselves, because they are
+    dummies or unknown. Weights that cannot be told from others are named by the run. A namespace of the operator
+    stands in for all three: equal namespaces vouch for equal weights (another host, another mount point).
+    ``engine_id`` is the same in all processes of one engine and says nothing about the model.
     """
 
     name: str
@@ -147,20 +140,22 @@ class ModelIdentity:
 
     def bind(self, namespace: str, salt: str, dtype: str, epoch: str) -> bytes:
         """32 bytes that entries of this model, namespace, salt, key dtype and epoch carry, and no other entry does."""
-        source = {"namespace": namespace} if namespace else {"name": self.name, "revision": self.revision}
-        if not namespace:
-            source["weights"] = self.weights
+        if namespace:
+            source = {"namespace": namespace}
+        else:
+            source = {"weights": self.weights}
+            if not self.weights or self.weights_unknown:
+                source.update(name=self.name, revision=self.revision)
         text = json.dumps([source, self.facts, salt, dtype, epoch], sort_keys=True, default=str)
-        return hashlib.sha256(b"ec-binding-1\0" + text.encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(b"ec-binding-2\0" + text.encode("utf-8", "surrogatepass")).digest()
 
 
 def model_identity(vllm_config: Any) -> ModelIdentity:
     """Read a ``VllmConfig`` (any release; attributes by name) into a :class:`ModelIdentity`.
 
-    Reads the weight files' names, sizes, times and a sample of each (at most a MiB) when the model is a file or a
-    folder on this host; of a downloaded snapshot the commit. Weights that are anywhere else are taken for another
-    run's unless they are dummies, which configuration and seed decide. Tensor-parallel size is left out on purpose: a
-    producer and a consumer of different sizes share entries, equal up to rounding.
+    A configuration says where weights are asked for and not which ones were found, so the weights are those of this
+    run until the loader has opened them (``opened.py``); dummies follow from configuration and seed. Tensor-parallel
+    size is left out on purpose: a producer and a consumer of different sizes share entries, equal up to rounding.
     """
     model = getattr(vllm_config, "model_config", None)
     name = str(getattr(model, "model", "") or "")
@@ -174,17 +169,12 @@ def model_identity(vllm_config: Any) -> ModelIdentity:
         "quantization": _text(getattr(model, "quantization", None)),
         "load_format": _text(getattr(load, "load_format", None)),
         "seed": _text(getattr(model, "seed", None)) if dummy else "",
-        "multimodal": {key: _text(getattr(multimodal, key)) for key in _MM_SETTINGS if hasattr(multimodal, key)},
+        "multimodal": {key: _setting(getattr(multimodal, key)) for key in _MM_SETTINGS if hasattr(multimodal, key)},
         "processor": _digest(processor) if processor else "",
         "vllm": vllm_version(),
     }
     engine_id = str(getattr(getattr(vllm_config, "ec_transfer_config", None), "engine_id", "") or "")
-    # A model in object storage: ``model`` is then a local folder without the weights.
-    source = str(getattr(model, "model_weights", "") or "") or name
-    tokenizer = str(getattr(model, "tokenizer", "") or "")
-    weights = weights_identity(source, revision, str(getattr(load, "download_dir", "") or ""), tokenizer)
-    if not weights and not dummy:
-        weights = _this_run(engine_id, str(getattr(vllm_config, "instance_id", "") or ""))
+    weights = "" if dummy else _this_run(engine_id, str(getattr(vllm_config, "instance_id", "") or ""))
     return ModelIdentity(name=name, revision=revision, weights=weights, facts=facts, engine_id=engine_id)
 
 
@@ -210,61 +200,6 @@ def encoder_settings(hf_config: Any) -> dict[str, Any]:
     return cleaned
 
 
-def weights_identity(model: str, revision: str, download_dir: str = "", tokenizer: str = "") -> str:
-    """Digest of the weights that ``model`` names on this host; ``""`` when none are found here.
-
-    A downloaded snapshot is named by its commit, which is the same on every host. Another folder is described by its
-    weight files and by the settings of its image, video and sound processors; a single file with the vision side's
-    files beside it, and the processors of the ``tokenizer`` folder.
-    """
-    if os.path.isfile(model):
-        # Not the target of a link: in the hub's cache all files lie in one folder, and nothing else of this model.
-        path = os.path.abspath(model)
-        return _describe([path, *_beside(path)], os.path.dirname(path), tokenizer)
-    folder = model if os.path.isdir(model) else _snapshot(model, revision, download_dir)
-    if not folder:
-        return ""
-    real = os.path.realpath(folder)
-    if os.path.basename(os.path.dirname(real)) == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", os.path.basename(real)):
-        return f"commit:{os.path.basename(real)}"
-    return _describe(_weight_files(real), real, tokenizer)
-
-
-def _describe(weights: Iterable[str], folder: str, tokenizer: str) -> str:
-    """``files:<number of weight files>:<digest>``; ``""`` without weight files."""
-    digest = hashlib.sha256()
-    count = 0
-    for path in sorted(weights):
-        digest.update(f"{os.path.relpath(path, folder)}\0".encode("utf-8", "surrogateescape"))
-        try:
-            digest.update(_describe_file(path))
-        except OSError as error:
-            digest.update(f"unreadable:{error.errno}".encode())
-        # An index names weights and holds none.
-        count += not path.endswith(_INDEX_SUFFIX)
-    if not count:
-        return ""
-    for place in dict.fromkeys((folder, os.path.realpath(tokenizer) if os.path.isdir(tokenizer) else folder)):
-        for name in _listed(place, _PROCESSOR_SUFFIX):
-            digest.update(f"{name}\0".encode("utf-8", "surrogateescape"))
-            with contextlib.suppress(OSError), open(os.path.join(place, name), "rb") as file:
-                digest.update(hashlib.sha256(file.read()).digest())
-    return f"files:{count}:{digest.hexdigest()}"
-
-
-def _listed(folder: str, suffix: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return sorted(name for name in os.listdir(folder) if name.endswith(suffix))
-    return []
-
-
-def _beside(path: str) -> list[str]:
-    """Files with the vision side of the model in the file ``path``."""
-    folder = os.path.dirname(path)
-    names = [name for name in _listed(folder, ".gguf") if "mmproj" in name.lower()]
-    return [os.path.join(folder, name) for name in names if name != os.path.basename(path)]
-
-
 def vllm_version() -> str:
     """Version of the vLLM in this process, or of the installed distribution; ``""`` without one."""
     module = sys.modules.get("vllm")
@@ -278,54 +213,6 @@ def vllm_version() -> str:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return ""
-
-
-def _weight_files(folder: str) -> Iterable[str]:
-    for directory, subfolders, files in os.walk(folder):
-        # Sub-models (diffusers layouts) lie one or two levels down; anything deeper is not a checkpoint.
-        if os.path.relpath(directory, folder).count(os.sep) >= 2:
-            subfolders.clear()
-        subfolders.sort()
-        for file in files:
-            if file.endswith(_WEIGHT_SUFFIXES) or file.endswith(_INDEX_SUFFIX):
-                yield os.path.join(directory, file)
-
-
-def _describe_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        digest = hashlib.sha256(f"{status.st_size}:{status.st_mtime_ns}:".encode())
-        for start in _stripes(status.st_size):
-            digest.update(os.pread(file.fileno(), _STRIPE, start))
-    return digest.digest()
-
-
-def _stripes(size: int) -> Iterable[int]:
-    """Where the stripes of a file of ``size`` bytes begin; in a small file they touch and cover all of it."""
-    if size <= _STRIPES * _STRIPE:
-        return range(0, size, _STRIPE)
-    return [index * (size - _STRIPE) // (_STRIPES - 1) for index in range(_STRIPES)]
-
-
-def _snapshot(model: str, revision: str, download_dir: str) -> str:
-    """Folder of the downloaded snapshot of a hub model, as the hub's own cache lays it out; ``""`` if there is none."""
-    if not model or model.count("/") > 1 or model.startswith((".", "/")):
-        return ""
-    home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
-    for root in (download_dir, os.environ.get("HF_HUB_CACHE", ""), os.path.join(home, "hub")):
-        base = os.path.join(root, "models--" + model.replace("/", "--")) if root else ""
-        if not base or not os.path.isdir(base):
-            continue
-        commit = revision
-        try:
-            with open(os.path.join(base, "refs", revision or "main"), encoding="utf-8") as file:
-                commit = file.read().strip()
-        except (OSError, ValueError):
-            pass
-        folder = os.path.join(base, "snapshots", commit)
-        if commit and os.path.isdir(folder):
-            return folder
     return ""
 
 
@@ -359,6 +246,15 @@ def _spelled(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return "<" + ",".join(sorted(_spelled(inner) for inner in value)) + ">"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _setting(value: Any) -> str:
+    """:func:`_text`; a file (the scales of an encoder in FP8) by what it holds."""
+    text = _text(value)
+    try:
+        return content_of(text).hex() if os.path.isfile(text) else text
+    except OSError:
+        return text
 
 
 def _text(value: Any) -> str:

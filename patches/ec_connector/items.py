@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_patch.patches.ec_connector.identity import is_request_scoped, weights_identity
+from vllm_omni_patch.patches.ec_connector.identity import is_request_scoped
+from vllm_omni_patch.patches.ec_connector.opened import weights_identity
 
 # vLLM's modality for tensors that a client computed in the language model's own embedding space.
 _PROMPT_EMBEDS = "prompt_embeds"
@@ -84,18 +85,19 @@ class ItemKeys:
         seen = _stamp(path)
         known = self._adapters.get(path)
         if known is None or known[0] != seen:
-            known = (seen, weights_identity(path, ""))
+            known = (seen, weights_identity(path))
             self._adapters[path] = known
         return known[1]
 
 
 def _stamp(folder: str) -> tuple[Any, ...]:
-    """What changes when a file of ``folder`` is replaced: names, sizes and times."""
+    """What changes when a file of ``folder`` is replaced or written to; only the kernel sets the time of change."""
     try:
         with os.scandir(folder) as entries:
-            return tuple(sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries))
+            found = [(entry.name, entry.stat()) for entry in entries]
     except OSError:
         return ()
+    return tuple(sorted((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found))
 
 
 def indices_in(scheduled: dict[str, list[int]]) -> Iterable[tuple[str, int]]:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from vllm.distributed.ec_transfer.ec_connector import base, factory
 
 from vllm_omni_patch.apply import install, remove
 from vllm_omni_patch.patches.ec_connector import PATCH, recompute, refusals
+from vllm_omni_patch.patches.ec_connector.opened import weights_identity
 
 RELEASE = Version(vllm.__version__)
 
@@ -64,9 +66,8 @@ def make(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             model=folder,
             max_model_len=256,
             ec_transfer_config=transfer,
-            load_format="dummy",
             enforce_eager=True,
-            **more,
+            **{"load_format": "dummy", **more},
         )
         return arguments.create_engine_config()
 
@@ -263,6 +264,31 @@ def test_a_call_that_writes_weights_begins_an_epoch(worker: Any, fails: bool) ->
 def test_a_worker_whose_weights_were_never_seen_stores_nothing(worker: Any) -> None:
     assert not store(worker, "a")
     assert worker._engine.stats.snapshot().stored == 0
+
+
+def test_both_sides_know_the_weights_that_vllms_loader_opened(
+    make: Make, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real loader finds the files; with dummies the same configuration alone would do."""
+    from vllm.config.load import LoadConfig
+    from vllm.distributed.ec_transfer import ec_transfer_state
+    from vllm.model_executor.model_loader import get_model_loader
+
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    config = make(folder=str(folder), load_format="auto")
+    worker = connector(config, base.ECConnectorRole.WORKER)
+    monkeypatch.setattr(ec_transfer_state, "_EC_CONNECTOR_AGENT", worker)
+    get_model_loader(LoadConfig()).download_model(config.model_config)
+    scheduler = connector(config, base.ECConnectorRole.SCHEDULER)
+    try:
+        for side in (worker, scheduler):
+            assert not side._engine.contains("a")
+            assert side._engine.identity.weights == weights_identity(str(folder)) != ""
+    finally:
+        scheduler.shutdown()
+        worker.shutdown()
 
 
 def test_registering_twice_is_refused_with_a_reason() -> None:

@@ -24,9 +24,9 @@ def test_entries_of_unknown_weights_serve_one_run(build: Any, caplog: pytest.Log
     first, second = ModelIdentity("s3://m", weights="run:1", engine_id="1"), ModelIdentity("s3://m", weights="run:2")
     with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
         worker, scheduler = build(identity=first, disk=True), build("scheduler", identity=first, disk=True)
+        assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
         assert len(caplog.records) == 2 and "ec_namespace" in caplog.text and "s3://m" in caplog.text
-        assert worker.put("id", output(4, 4)) and worker.flush(5)
-        assert scheduler.contains("id") and not build(identity=second, disk=True).contains("id")
+        assert not build(identity=second, disk=True).contains("id")
         caplog.clear()
         named = [build(identity=each, disk=True, namespace="prod") for each in (first, second)]
         assert named[0].put("id", output(4, 4)) and named[0].flush(5) and named[1].contains("id")
