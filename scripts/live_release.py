@@ -45,6 +45,7 @@ CHECKED = {
         "GPUModelRunner._execute_mm_encoder",
         "EncoderRunner.prepare_mm_inputs",
         "Worker.load_model",  # without a look at the weights nothing is stored
+        "DefaultModelLoader._prepare_weights",  # without the files that were opened nothing outlives the run
         EMBEDDINGS,
     ),
     "available_memory": (
