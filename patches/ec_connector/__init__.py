@@ -126,6 +126,16 @@ PATCH = Patch(
             for module, owner, parameters in _LOADERS
         ),
         Target(
+            module="vllm.multimodal.hasher",
+            qualname="MultiModalHasher.hash_kwargs",
+            install=f"{_HOOKS}:hash_without_the_road",
+            optional=True,
+            contract=Contract(
+                parameters=(Parameter("algorithm", kinds=("positional", "positional_or_keyword"), optional=True),)
+            ),
+            note="content hashes that do not change with the road to the same weights",
+        ),
+        Target(
             module="vllm.config.vllm",
             qualname="VllmConfig._resolve_mm_embedding_inputs",
             install=f"{_HOOKS}:keep_mm_embeds",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.ec_connector import recompute, refusals
+from vllm_omni_patch.patches.ec_connector import opened, recompute, refusals
 
 _MODULE = "vllm_omni_patch.patches.ec_connector.connector"
 
@@ -118,6 +118,20 @@ def tell_opened(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
+def hash_without_the_road(hook: Hook) -> Undo:
+    """``MultiModalHasher.hash_kwargs``: vLLM mixes the model's id, or path, into each item's content hash.
+
+    So the ``mm_hash`` of an image would change as soon as the same weights are reached by another road.
+    """
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        if "model_id" in kwargs:
+            kwargs = {**kwargs, "model_id": opened.name_of(kwargs["model_id"])}
+        return wrapped(*args, **kwargs)
+
+    return hook.wrap(wrapper)
+
+
 def keep_mm_embeds(hook: Hook) -> Undo:
     """Leave ``enable_mm_embeds`` as the user set it where the connector is a cache and not a transfer.
 
@@ -165,7 +179,8 @@ def explain_role(hook: Hook) -> Undo:
 def refuse_early(hook: Hook) -> Undo:
     """``EngineArgs.create_engine_config``: say at once, in the process that the user started, what cannot work.
 
-    The connector itself refuses too; there the reason is in a worker's log, above a traceback of the front end.
+    The connector itself refuses too; there the reason is in a worker's log, above a traceback of the front end. That
+    process also hashes the items of requests.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -174,6 +189,7 @@ def refuse_early(hook: Hook) -> Undo:
             import vllm
 
             refusals.check(config, str(getattr(vllm, "__version__", "")))
+            opened.remember_name(config)
         return config
 
     return hook.wrap(wrapper)

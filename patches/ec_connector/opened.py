@@ -133,6 +133,24 @@ def in_advance(vllm_config: Any) -> str:
     return f"commit:{commit}" if _COMMIT.fullmatch(commit) and "://" not in source else ""
 
 
+# What this process calls a model -> a name that does not depend on the road to it.
+_NAMES: dict[str, str] = {}
+
+
+def remember_name(vllm_config: Any) -> None:
+    """Have :func:`name_of` answer for the model of an engine that has our connector."""
+    model = getattr(vllm_config, "model_config", None)
+    commit = resolved_commit(model)
+    name = in_advance(vllm_config) or (f"commit:{commit}" if commit else "")
+    if name:
+        _NAMES[str(getattr(model, "model", ""))] = name
+
+
+def name_of(model_id: Any) -> Any:
+    """A name for a model in content hashes, the same for its id, its snapshot's path and links; else ``model_id``."""
+    return _NAMES.get(model_id, model_id) if isinstance(model_id, str) else model_id
+
+
 class Claims:
     """What each process of an engine on one host says its weights are: one small file each, in the shared folder.
 

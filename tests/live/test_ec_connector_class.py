@@ -291,6 +291,23 @@ def test_both_sides_know_the_weights_that_vllms_loader_opened(
         worker.shutdown()
 
 
+def test_content_hashes_do_not_depend_on_the_road_to_the_weights(make: Make, model: str, tmp_path: Path) -> None:
+    from vllm.multimodal.hasher import MultiModalHasher
+
+    def hashed(folder: Path, **more: Any) -> str:
+        config = make(folder=str(folder), load_format="auto", **more)
+        algorithm = getattr(config.model_config.multimodal_config, "mm_hasher_algorithm", None)
+        return str(MultiModalHasher.hash_kwargs(*filter(None, [algorithm]), model_id=str(folder), image=b"pixels"))
+
+    for name in ("one", "two"):
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    stock = hashed(tmp_path / "one", connector="ECExampleConnector")
+    hashes = [hashed(tmp_path / name) for name in ("one", "link", "two")]
+    assert hashes[0] == hashes[1] and len({stock, *hashes}) == 3
+
+
 def test_registering_twice_is_refused_with_a_reason() -> None:
     from vllm_omni_patch.patches.ec_connector import hooks
 

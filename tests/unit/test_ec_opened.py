@@ -17,7 +17,16 @@ import pytest
 
 from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity, model_identity
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys
-from vllm_omni_patch.patches.ec_connector.opened import Claims, Opened, _stripes, in_advance, settle, weights_identity
+from vllm_omni_patch.patches.ec_connector.opened import (
+    Claims,
+    Opened,
+    _stripes,
+    in_advance,
+    name_of,
+    remember_name,
+    settle,
+    weights_identity,
+)
 
 OLD, NEW = "a" * 40, "c" * 40
 
@@ -258,6 +267,17 @@ def test_a_scheduler_on_a_host_without_workers_knows_what_cannot_move(tmp_path: 
     assert in_advance(config("org/vl", "main", NEW)) == in_advance(config("org/vl")) == ""
     streamed = config(folder, NEW, model_config={"model_weights": "s3://bucket/model"})
     assert in_advance(streamed) == ""
+
+
+def test_one_name_in_content_hashes_for_all_roads(tmp_path: Path) -> None:
+    snapshot = write_snapshot(tmp_path, NEW)
+    roads = [("org/a", resolved("main", NEW), None), ("org/b", None, NEW), (snapshot, None, None)]
+    for model, revision, noted in roads:
+        assert name_of(model) == model
+        remember_name(config(model, revision, noted))
+    assert {name_of(model) for model, _, _ in roads} == {f"commit:{NEW}"}
+    remember_name(config("org/unknown"))
+    assert name_of("org/unknown") == "org/unknown" and name_of(None) is None
 
 
 def test_weights_replaced_behind_one_path_are_other_weights(tmp_path: Path) -> None:
