@@ -27,6 +27,19 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 BOOT_SECONDS = 240.0
 REQUEST_SECONDS = 120.0
 STOP_SECONDS = 40.0
+# The script "vllm". It asks for the release of the distribution of that name; the one for the CPU is called otherwise.
+SERVE = """
+import importlib.metadata as metadata, sys
+def version(name, known=metadata.version):
+    try:
+        return known(name)
+    except metadata.PackageNotFoundError:
+        return known(name + "-cpu") + "+cpu"
+metadata.version = version
+sys.argv[0] = "vllm"
+from vllm.entrypoints.cli.main import main
+main()
+"""
 
 
 @dataclass
@@ -170,6 +183,7 @@ class Server:
     """``python -m vllm.entrypoints.openai.api_server`` on a free loopback port.
 
     ``ec`` is the value of ``--ec-transfer-config``. ``flag`` is the value of ``VLLM_OMNI_PATCH`` (``None``: unset).
+    ``serve``: start it as ``vllm serve``, which alone heeds ``--api-server-count``.
     """
 
     def __init__(
@@ -186,11 +200,15 @@ class Server:
         name: str = "server",
         wait: bool = True,
         boot_seconds: float = BOOT_SECONDS,
+        serve: bool = False,
     ) -> None:
         os.makedirs(folder, exist_ok=True)
         self.model = model
         self.port = free_port()
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "tiny"]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        if serve:
+            command = [python, "-c", SERVE, "serve", model]
+        command += ["--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "256", "--max-num-seqs", "4"]
         command += ["--dtype", "float32", "--enforce-eager", "--seed", "0"]
         if dummy:
