@@ -126,6 +126,14 @@ PATCH = Patch(
             for module, owner, parameters in _LOADERS
         ),
         Target(
+            module="vllm.lora.worker_manager",
+            qualname="WorkerLoRAManager._load_adapter",
+            install=f"{_HOOKS}:tell_adapter",
+            optional=True,
+            contract=Contract(parameters=(Parameter("lora_request"),)),
+            note="the files of an adapter; without it nothing is stored or loaded of items that one changes",
+        ),
+        Target(
             module="vllm.multimodal.hasher",
             qualname="MultiModalHasher.hash_kwargs",
             install=f"{_HOOKS}:hash_without_the_road",

@@ -29,7 +29,7 @@ from vllm_omni_patch.patches.ec_connector.connector_worker import (
 )
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.identity import model_identity
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load
+from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, LoadedAdapters
 from vllm_omni_patch.patches.ec_connector.weights import WeightsSample
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._weights: WeightsSample | None = None
+        self.adapters = LoadedAdapters()
         in_scheduler = role == base.ECConnectorRole.SCHEDULER
         if not in_scheduler:
             recompute.require(vllm_config)
@@ -97,7 +98,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
             self._scheduler = self._build_scheduler(vllm_config)
 
     def _build_scheduler(self, vllm_config: Any) -> SchedulerSide:
-        keys, adapters_unclear = _item_keys(vllm_config)
+        keys, adapters_unclear = _item_keys(vllm_config, None)
         widths = getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None) or {}
         return SchedulerSide(
             self._engine,
@@ -114,7 +115,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
 
-            keys, adapters_unclear = _item_keys(self._vllm_config)
+            keys, adapters_unclear = _item_keys(self._vllm_config, self.adapters)
             group = get_tp_group()
             self._worker = WorkerSide(
                 self._engine,
@@ -300,7 +301,7 @@ def _close(engine: ECCacheEngine) -> None:
     engine.close()
 
 
-def _item_keys(vllm_config: Any) -> tuple[ItemKeys, bool]:
+def _item_keys(vllm_config: Any, loaded: LoadedAdapters | None) -> tuple[ItemKeys, bool]:
     """Keys of items, and whether adapters make them unclear.
 
     The V2 runner chooses the encoder's adapters before it asks the connector, so an item encoded after all would get
@@ -313,4 +314,4 @@ def _item_keys(vllm_config: Any) -> tuple[ItemKeys, bool]:
             "The encoder cache is idle: the V2 model runner cannot re-encode an item under its adapter. Set "
             "VLLM_USE_V2_MODEL_RUNNER=0 to use both, or leave out --enable-tower-connector-lora."
         )
-    return ItemKeys(adapters), unclear
+    return ItemKeys(adapters, loaded), unclear

@@ -191,6 +191,7 @@ class SchedulerSide:
             known.key or "",
             known.rows,
             self._width_of(str(feature.modality)),
+            self._keys.adapter_of(getattr(request, "lora_request", None)),
         )
 
     def plan(self) -> StepPlan:

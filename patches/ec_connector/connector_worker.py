@@ -99,7 +99,7 @@ class WorkerSide:
             # A tensor that this rank has and another one lacks must not stay either: every rank encodes.
             encoder_cache.pop(load.identifier, None)
             self._failed.append(load)
-            if tensor is None and ours:
+            if tensor is None and ours and self._keys.holds(load):
                 self._discard(load)
 
     def _look(self) -> tuple[bool, bool]:
@@ -144,7 +144,7 @@ class WorkerSide:
                 return present
             if load.identifier in in_hand:
                 tensor = in_hand[load.identifier].to(self._device)
-            elif load.key and all(looked):
+            elif load.key and all(looked) and self._keys.holds(load):
                 tensor = self._engine.get(load.key, self._device, load.rows)
             else:
                 return None

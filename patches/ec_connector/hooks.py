@@ -118,6 +118,19 @@ def tell_opened(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
+def tell_adapter(hook: Hook) -> Undo:
+    """``WorkerLoRAManager._load_adapter``: note from which files an adapter was loaded."""
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        connector = chosen()
+        if connector is None:
+            return wrapped(*args, **kwargs)
+        request = args[0] if args else kwargs["lora_request"]
+        return connector.adapters.load(request, lambda: wrapped(*args, **kwargs))
+
+    return hook.wrap(wrapper)
+
+
 def hash_without_the_road(hook: Hook) -> Undo:
     """``MultiModalHasher.hash_kwargs``: vLLM mixes the model's id, or path, into each item's content hash.
 

@@ -8,7 +8,7 @@ torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Load:
 
     ``identifier`` is vLLM's key in ``encoder_cache``; ``key`` the one in the store (the same, unless an adapter
     changes the encoder). ``rows`` and ``width``: the tensor's shape where known. ``index`` counts the request's items.
+    ``adapter``: vLLM's id of the adapter that the key names the files of.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Load:
     key: str
     rows: int | None = None
     width: int | None = None
+    adapter: int | None = None
 
 
 def expected_rows(request: Any, index: int) -> int:
@@ -63,12 +65,14 @@ class ItemKeys:
 
     With ``tower_lora`` (vLLM's ``enable_tower_connector_lora``) an adapter changes encoder outputs. vLLM then puts
     the adapter's *name* before the identifier; the key adds what the adapter's files are, so that an adapter loaded
-    again from elsewhere under its old name is another one.
+    again from elsewhere under its old name is another one. A worker knows which files it loaded (``loaded``); a
+    scheduler reads those that are there now, and the worker loads nothing whose key names others.
     """
 
-    def __init__(self, tower_lora: bool = False) -> None:
+    def __init__(self, tower_lora: bool = False, loaded: LoadedAdapters | None = None) -> None:
         self._tower_lora = tower_lora
-        self._adapters: dict[str, tuple[tuple[Any, ...], str]] = {}
+        self._loaded = loaded
+        self._files = AdapterFiles()
 
     def key(self, identifier: str, request_id: str | None, lora_request: Any = None) -> str | None:
         """Key of the item, or ``None`` when it must be neither stored nor looked up."""
@@ -76,18 +80,66 @@ class ItemKeys:
             return None
         if not self._tower_lora or lora_request is None:
             return identifier
-        adapter = self._adapter(lora_request)
+        if self._loaded is None:
+            adapter = self._files.digest(lora_request)
+        else:
+            adapter = self._loaded.digest(lora_request.lora_int_id)
         return f"{identifier}\x1f{adapter}" if adapter else None
 
-    def _adapter(self, lora_request: Any) -> str:
-        """Digest of an adapter's files; empty when they are not on this host."""
+    def adapter_of(self, lora_request: Any) -> int | None:
+        """vLLM's id of the adapter, where it has a part in the key."""
+        return None if not self._tower_lora or lora_request is None else int(lora_request.lora_int_id)
+
+    def holds(self, load: Load) -> bool:
+        """Whether this worker has the adapter loaded from the files that the key names."""
+        if load.adapter is None or self._loaded is None:
+            return True
+        adapter = self._loaded.digest(load.adapter)
+        return bool(adapter) and load.key.endswith(f"\x1f{adapter}")
+
+
+class AdapterFiles:
+    """Digests of the files of adapters as they are now."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[Any, ...], str]] = {}
+
+    def digest(self, lora_request: Any) -> str:
+        """Of one adapter; empty when its files are not on this host."""
         path = str(getattr(lora_request, "lora_path", None) or getattr(lora_request, "path", "") or "")
         seen = _stamp(path)
-        known = self._adapters.get(path)
+        known = self._known.get(path)
         if known is None or known[0] != seen:
             known = (seen, weights_identity(path))
-            self._adapters[path] = known
+            self._known[path] = known
         return known[1]
+
+
+class LoadedAdapters:
+    """The files from which a worker has loaded each adapter. They may be replaced while vLLM keeps what it read."""
+
+    def __init__(self) -> None:
+        self._files = AdapterFiles()
+        self._digests: dict[int, str] = {}
+
+    def load(self, lora_request: Any, load: Callable[[], Any]) -> Any:
+        """What ``load`` returns or raises. Files that change meanwhile are not known."""
+        before = self._look(lora_request)
+        self._digests.pop(lora_request.lora_int_id, None)
+        result = load()
+        if before and before == self._look(lora_request):
+            self._digests[lora_request.lora_int_id] = before
+        return result
+
+    def _look(self, lora_request: Any) -> str:
+        try:
+            return self._files.digest(lora_request)
+        except Exception:
+            return ""
+
+    def digest(self, adapter: int) -> str:
+        """Digest of the files that vLLM read for the adapter with this id; empty where that is not known."""
+        return self._digests.get(adapter, "")
 
 
 def _stamp(folder: str) -> tuple[Any, ...]:

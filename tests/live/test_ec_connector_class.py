@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -288,6 +289,32 @@ def test_both_sides_know_the_weights_that_vllms_loader_opened(
             assert side._engine.identity.weights == weights_identity(str(folder)) != ""
     finally:
         scheduler.shutdown()
+        worker.shutdown()
+
+
+def test_an_adapter_is_known_by_the_files_that_vllms_manager_read(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.ec_transfer import ec_transfer_state
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    worker = connector(make(), base.ECConnectorRole.WORKER)
+    monkeypatch.setattr(ec_transfer_state, "_EC_CONNECTOR_AGENT", worker)
+    monkeypatch.setattr(WorkerLoRAManager, "__init__", lambda self: None)
+    manager = WorkerLoRAManager()  # type: ignore[call-arg]
+    manager._adapter_manager, manager._lora_model_cls, manager.lora_config = MagicMock(), MagicMock(), MagicMock()
+    manager.max_position_embeddings = manager.vocab_size = 1
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    adapter = LoRARequest("a", 7, str(tmp_path))
+    try:
+        with pytest.raises(Exception, match="adapter"):  # it is none: vLLM reads its configuration first
+            manager._load_adapter(adapter)
+        assert worker.adapters.digest(7) == "", "not loaded"
+        monkeypatch.setattr("vllm.lora.worker_manager.PEFTHelper", MagicMock())
+        manager._load_adapter(lora_request=adapter)
+        assert worker.adapters.digest(7) == weights_identity(str(tmp_path)) != ""
+    finally:
         worker.shutdown()
 
 

@@ -23,6 +23,7 @@ class Feature:
 class Adapter:
     lora_name: str
     lora_path: str
+    lora_int_id: int = 1
 
 
 @dataclass

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from ec_requests import Adapter, Feature, engine
+from ec_requests import Adapter, Feature, engine, request
 
-from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
+from vllm_omni_patch.patches.ec_connector.connector_scheduler import SchedulerSide, StepPlan
 from vllm_omni_patch.patches.ec_connector.connector_worker import Deltas, Report, WorkerSide, agree_over
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load
+from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, LoadedAdapters
 
 
 @pytest.fixture
@@ -74,6 +74,67 @@ def test_what_does_not_fit_is_encoded(store: Any, stored: tuple[int, int] | None
     assert cache == {}
     assert side.take_failed() == [wanted] and side.take_failed() == []
     assert store.stats.snapshot().fallbacks == 0, "counted when it is known to be encoded: recompute.extend"
+
+
+def weights_of(adapter: Adapter, text: bytes) -> None:
+    folder = Path(adapter.lora_path)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(text * 100)
+
+
+def test_an_adapters_outputs_are_those_of_the_files_that_vllm_read(store: Any, tmp_path: Path) -> None:
+    """Files replaced on disk change nothing in an adapter that is loaded, until vLLM loads it again."""
+    adapter = Adapter("a", str(tmp_path / "adapter"))
+    loaded, seen = LoadedAdapters(), ItemKeys(tower_lora=True)
+    side = worker(store, keys=ItemKeys(True, loaded))
+    scheduler = SchedulerSide(store, seen, keyless=False)
+    asked = request("r1", ("a:x", 32), lora=adapter)
+
+    def step(encoded: Any) -> Any:
+        """The output that the request gets: the cache's where it is loaded, else what is encoded here."""
+        cache: dict[str, Any] = {}
+        if scheduler.has_items(asked) == [True]:
+            scheduler.allocated(asked, 0)
+        side.load(cache, scheduler.plan())
+        if "a:x" not in cache:
+            side.take_failed()
+            side.about_to_encode([("r1", asked.mm_features[0], adapter)])
+            cache["a:x"] = encoded
+            side.save(cache, "a:x")
+            assert store.flush(10)
+        return cache["a:x"]
+
+    weights_of(adapter, b"old")
+    old, new, other = torch.randn(32, 64), torch.randn(32, 64), torch.randn(32, 64)
+    assert step(old) is old and step(old) is old, "not loaded by vLLM as far as is known: nothing is stored"
+    assert loaded.load(adapter, lambda: "model") == "model"
+    assert step(old) is old
+    assert torch.equal(step(other), old) and step(other) is not old
+
+    weights_of(adapter, b"new")
+    key = seen.key("a:x", "r1", adapter)
+    assert key is not None
+    assert step(old) is old and not store.contains(key), "the old adapter's output, under the new files' name"
+    keep(store, key, new)  # by another engine, which has loaded the new files
+    assert step(old) is old and store.contains(key), "the entry is sound, and not this adapter's"
+    loaded.load(adapter, lambda: None)
+    assert torch.equal(step(other), new)
+
+
+def test_an_adapter_whose_files_change_while_it_is_loaded_is_not_known(tmp_path: Path) -> None:
+    adapter, loaded = Adapter("a", str(tmp_path / "adapter")), LoadedAdapters()
+    weights_of(adapter, b"old")
+    loaded.load(adapter, lambda: weights_of(adapter, b"new"))
+    assert ItemKeys(True, loaded).key("a:x", "r1", adapter) is None
+    loaded.load(adapter, lambda: None)
+    assert ItemKeys(True, loaded).key("a:x", "r1", adapter) == ItemKeys(True).key("a:x", "r1", adapter)
+
+    def fail() -> None:
+        raise ValueError("no adapter")
+
+    with pytest.raises(ValueError, match="no adapter"):
+        loaded.load(adapter, fail)
+    assert ItemKeys(True, loaded).key("a:x", "r1", adapter) is None
 
 
 def test_a_bad_entry_is_not_offered_again(store: Any, tmp_path: Path) -> None:
