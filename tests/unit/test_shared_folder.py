@@ -207,9 +207,9 @@ def test_a_folder_made_anew_belongs_to_others(path: str, tmp_path: Path) -> None
 
 def test_a_handle_closed_behind_our_back_is_not_taken_for_ours(path: str, tmp_path: Path) -> None:
     mine = Member(path)
-    os.close(mine._handle)
-    stranger = os.open(tmp_path / "stranger", os.O_RDWR | os.O_CREAT)
-    assert stranger == mine._handle
+    opened = os.open(tmp_path / "stranger", os.O_RDWR | os.O_CREAT)
+    stranger = os.dup2(opened, mine._handle)  # closes it, and gives its number to another file
+    os.close(opened)
     fcntl.flock(stranger, fcntl.LOCK_SH)
     assert not mine.is_there()
     mine.leave()
