@@ -88,7 +88,9 @@ class Member:
     def _is_ours(self) -> bool:
         """Where somebody closed the handle behind our back, its number may stand for another file now."""
         with contextlib.suppress(OSError):
-            return os.path.samestat(self._file, os.fstat(self._handle))
+            here = os.fstat(self._handle)
+            # The folder goes when our lock does, and another file may get our file's inode. Nobody writes to ours.
+            return os.path.samestat(self._file, here) and self._file.st_mtime_ns == here.st_mtime_ns
         return False
 
 

@@ -205,11 +205,16 @@ def test_a_folder_made_anew_belongs_to_others(path: str, tmp_path: Path) -> None
     theirs.leave()
 
 
-def test_a_handle_closed_behind_our_back_is_not_taken_for_ours(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_handle_closed_behind_our_back_is_not_taken_for_ours(path: str, tmp_path: Path, reused: bool) -> None:
+    """``reused``: the folder went with its lock, and the new file has got the inode of the old one."""
     mine = Member(path)
     opened = os.open(tmp_path / "stranger", os.O_RDWR | os.O_CREAT)
     stranger = os.dup2(opened, mine._handle)  # closes it, and gives its number to another file
     os.close(opened)
+    if reused:
+        mine._file = os.fstat(stranger)
+        os.utime(stranger, ns=(0, mine._file.st_mtime_ns + 1))
     fcntl.flock(stranger, fcntl.LOCK_SH)
     assert not mine.is_there()
     mine.leave()
