@@ -145,7 +145,7 @@ def test_stock_still_refuses_when_a_neighbour_frees_memory(card_of: Callable[...
 def test_the_hook_goes_away_without_trace() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    names = ("determine_available_memory", "init_device", "initialize_from_config", "load_model")
+    names = ("determine_available_memory", "init_device", "initialize_from_config")
     before = [vars(Worker)[name] for name in names]
     targets = [target for target in PATCH.targets if target.module == WORKER]
     done = [install(PATCH, target, sys.modules[WORKER], lambda: None) for target in targets]
