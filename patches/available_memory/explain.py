@@ -95,18 +95,17 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
         free, when = (None if asked is None else asked[0]), "now"
     reading = watch.reading or _own(watch, total, free)
     own = reading.bytes
-    reserved = None if profile is None else profile.torch_reserved
+    reserved = None if profile is None else gpu.possible(profile.torch_reserved, total)
     if profile is None:
         why = "no profiling on this path"
         made.inputs += [Input.unknown(name, why) for name in (report.ACTIVATION_PEAK, report.NON_TORCH)]
     else:
         made.inputs.append(Input.measured(report.ACTIVATION_PEAK, profile.headroom, "torch's peak above what stays"))
-        if own is not None and reserved is not None:
-            made.inputs.append(
-                Input.measured(report.NON_TORCH, max(own - reserved, 0), "own process less torch reserved")
-            )
+        if own is not None and reserved is not None and own >= reserved:
+            made.inputs.append(Input.measured(report.NON_TORCH, own - reserved, "own process less torch reserved"))
         else:
-            made.inputs.append(Input.unknown(report.NON_TORCH, "needs this process's own memory from NVML"))
+            why = "needs this process's own memory from NVML and, below it, what torch has reserved"
+            made.inputs.append(Input.unknown(report.NON_TORCH, why))
             text = "vLLM's own term: growth outside torch on the whole device, neighbours included"
             made.inputs.append(Input.measured(report.DEVICE_GROWTH, profile.non_torch_increase, text))
     made.inputs.append(_graphs(worker, watch))

@@ -323,12 +323,13 @@ def _report_original(worker: Any, stock: Any) -> None:
 
 def _blocks(worker: Any, budget: neuron.NeuronBudget) -> tuple[int | None, int | None]:
     """(blocks, bytes of one over all layers) as vLLM will divide the budget; ``None`` where that is not known."""
+    override = getattr(worker.cache_config, "num_gpu_blocks_override", None)
+    by_hand = None if override is None else int(override)
     try:
         _, block_bytes = kv_layers(worker.get_kv_cache_spec())
     except Exception:
-        return None, None
-    override = getattr(worker.cache_config, "num_gpu_blocks_override", None)
-    return (budget.available // block_bytes if override is None else int(override)), block_bytes
+        return by_hand, None
+    return (budget.available // block_bytes if by_hand is None else by_hand), block_bytes
 
 
 def _emit(worker: Any, budget: neuron.NeuronBudget) -> None:

@@ -10,6 +10,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +307,24 @@ def test_no_report_believes_a_stranger(
     assert not gauges & {"memory_own_process_bytes", "memory_other_processes_bytes", "memory_non_torch_bytes"}
     parts = dict(picture.bar(data).parts)
     assert "other processes" not in parts and "not claimed" not in parts and "not claimed, or not known" in parts
+
+
+@pytest.mark.parametrize("policy", ["stock", "process"])
+@pytest.mark.parametrize("reserved", [10**15, gib(13)], ids=["impossible", "more than the process has"])
+def test_what_torch_cannot_have_reserved_is_not_subtracted(
+    card_of: Callable[..., Card], installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    policy: str, reserved: int,
+) -> None:  # fmt: skip
+    """A pluggable allocator's figure: memory outside torch is then unknown, and not zero."""
+    monkeypatch.setenv("VLLM_OMNI_PATCH_GPU_BUDGET", policy)
+    card = card_of(80, 0.5)
+    worker = make_worker(card, requested=gib(40), weights=gib(12), peak=gib(2), outside=gib(0.25), graphs=0)
+    profile_of = profiling.profile_of
+    monkeypatch.setattr(profiling, "profile_of", lambda *args: replace(profile_of(*args), torch_reserved=reserved))
+    worker.determine_available_memory()
+    found = inputs(written(tmp_path))
+    assert (found["non_torch"]["state"], found["non_torch"]["value"]) == ("unknown", None)
+    assert ("torch_reserved" in found) == (reserved < 10**15)
 
 
 def test_the_refusal_does_not_believe_a_stranger(

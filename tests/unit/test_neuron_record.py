@@ -50,7 +50,7 @@ class Sides:
         with self._patch.context() as context:
             for name, value in {"NEURON_COMPILED_ARTIFACTS": str(self.folder), **environ}.items():
                 context.setenv(name, value)
-            worker = self.module.NeuronWorker(**configs(model=model, specs={"layer": spec}, **more))
+            worker = self.module.NeuronWorker(**configs(model=model, **{"specs": {"layer": spec}, **more}))
             return int(worker.determine_available_memory()) // BLOCK
 
     def compile_host(self, environ: dict[str, str] | None = None, **more: Any) -> int:
@@ -161,6 +161,18 @@ def test_a_size_set_by_hand_is_compared_too(sides: Sides, cache: dict[str, Any])
     sides.device(cache=cache, total=SHORT)  # the totals play no part
     with pytest.raises(SidesDifferError, match="256 blocks"):
         sides.device()
+
+
+def test_equal_blocks_by_hand_are_equal_where_layers_are_of_several_kinds(sides: Sides) -> None:
+    """One number of bytes does not describe a block there, and the totals still play no part."""
+    full, window = (
+        type(name, (), {"block_size": 32, "page_size_bytes": BLOCK})() for name in ("FullAttentionSpec", "WindowSpec")
+    )
+    more = {"specs": {"a": full, "b": window}, "cache": {"num_gpu_blocks_override": 256}}
+    sides.compile_host(**more)
+    sides.device(total=SHORT, **more)
+    with pytest.raises(SidesDifferError, match="256 blocks"):
+        sides.device(**{**more, "cache": {"num_gpu_blocks_override": 255}})
 
 
 def test_other_settings_with_the_same_blocks_are_no_difference(sides: Sides) -> None:
