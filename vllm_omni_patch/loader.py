@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 # that import vLLM never come to it.
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
+# A bare ``import vllm`` brings these; whoever configures an engine imports the other before vLLM asks any of them. So
+# the loader's own targets there are judged then, and helpers that only import vLLM do not pay for it.
+EARLY = ("vllm.envs", "vllm.logger")
+ENGINE_SIGN = "vllm.plugins"
 
 
 class Loader:
@@ -126,6 +131,8 @@ class Loader:
     def on_import(self, name: str, module: ModuleType) -> None:
         """Hook every pending target of a module that has just been imported or reloaded."""
         for patch in self.patches:
+            if patch.name == OWN and name in EARLY and ENGINE_SIGN not in sys.modules:
+                continue
             mine = [t for t in patch.targets if t.module == name and self._owners[(name, t.qualname)] == patch.name]
             for group in dict.fromkeys(target.group for target in mine):
                 members = [target for target in mine if target.group == group]
@@ -137,6 +144,10 @@ class Loader:
             if mine and patch.name != OWN:
                 metrics.changed()
                 announce.when_settled()
+        if name == ENGINE_SIGN:
+            for early in EARLY:
+                if early in sys.modules:
+                    self.on_import(early, sys.modules[early])
         ledger.save()
 
     def _hook(self, patch: Patch, target: Target, module: ModuleType) -> bool:

@@ -484,10 +484,10 @@ def test_a_setting_that_is_gone_is_one_warning_of_the_first_process(house: House
         """
         import multiprocessing
         def work(queue):
-            import vllm.envs, vllm.worker
+            import vllm.envs, vllm.plugins, vllm.worker
             queue.put("VLLM_OMNI_PATCH_PROBE_OLD" in vllm.envs.environment_variables)
         if __name__ == "__main__":
-            import vllm.envs
+            import vllm.envs, vllm.plugins
             context = multiprocessing.get_context("spawn")
             queue = context.Queue()
             child = context.Process(target=work, args=(queue,), name="Worker-1")

@@ -95,6 +95,22 @@ def test_both_roads_and_a_reload_apply_it_once(house: House) -> None:
     assert {state for state, _ in done.value.values()} == {"applied"}
 
 
+def test_a_bare_import_of_vllm_is_not_judged(house: House) -> None:
+    """It brings ``vllm.envs`` and ``vllm.logger``; what is hooked there waits for the first sign of an engine."""
+    done = house.run(
+        "import vllm, vllm.envs, vllm.logger",
+        """
+        held = [name for name in ("wrapt", "vllm_omni_patch.matrix", "vllm_omni_patch.apply") if name in sys.modules]
+        before = [type(vllm.envs.environment_variables).__name__, type(vllm.logger.configure_logging).__name__, held]
+        import vllm.plugins
+        show([before, "VLLM_OMNI_PATCH" in vllm.envs.environment_variables])
+    """,
+        OWN_STATES,
+    )
+    assert done.shown[0] == [["dict", "function", []], True]
+    assert (done.value[ENVS][0], done.value[LOG][0]) == ("applied", "applied")
+
+
 def test_it_is_no_part_of_what_the_line_counts(house: House) -> None:
     done = house.run("import vllm.worker, vllm.envs", ENGINE, "show(1)")
     (line,) = log(done)
