@@ -65,6 +65,7 @@ def scheduler(number):
     made = engine(folder / str(number), "scheduler", engine_id=f"engine {number}")
     wait(f"stored-{number}")
     assert [made.contains(name, 32) for name in (*SOUND, "missing")] == [True] * 4 + [False]
+    say(f"looked-{number}")
 
 def rank(number, mine):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group-{number}", rank=mine, world_size=ranks)
@@ -92,6 +93,7 @@ def rank(number, mine):
     side.load(cache, plan(SOUND + BAD))
     assert sorted(cache) == SOUND
     made.stats.fallback(len(side.take_failed()))
+    wait(f"looked-{number}")  # an item that a rank cannot load is refused from then on, for the scheduler too
     if mine == 1:
         made.get = lambda *asked: made.stats.add("misses")
     side.load({}, plan(["a"]))
