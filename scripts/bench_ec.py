@@ -46,7 +46,7 @@ import torch
 
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
 
 MIB = 1 << 20
 TARGET = 1.5

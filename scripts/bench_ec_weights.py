@@ -28,7 +28,7 @@ from torch import nn
 
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
 from vllm_omni_patch.patches.ec_connector.weights import WeightsSample
 
 MIB = 1 << 20

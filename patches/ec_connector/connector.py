@@ -28,8 +28,8 @@ from vllm_omni_patch.patches.ec_connector.connector_worker import (
     agree_over,
 )
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.identity import model_identity
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, LoadedAdapters
+from vllm_omni_patch.patches.ec_connector.model_identity import model_identity
 from vllm_omni_patch.patches.ec_connector.weights import WeightsSample
 
 if TYPE_CHECKING:

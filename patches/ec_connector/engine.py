@@ -33,16 +33,8 @@ from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import MAX_SECONDS, MIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.flags import DISABLE
 from vllm_omni_patch.patches.ec_connector.format import Header
-from vllm_omni_patch.patches.ec_connector.identity import (
-    MAX_ID_BYTES,
-    Key,
-    ModelIdentity,
-    encode_id,
-    is_request_scoped,
-    stable_u64,
-    vllm_version,
-)
-from vllm_omni_patch.patches.ec_connector.opened import Claims, settle, within_run
+from vllm_omni_patch.patches.ec_connector.key import MAX_ID_BYTES, Key, encode_id, is_request_scoped, stable_u64
+from vllm_omni_patch.patches.ec_connector.model import Claims, ModelIdentity, settle, vllm_version, within_run
 from vllm_omni_patch.patches.ec_connector.runtime import Runtime
 from vllm_omni_patch.patches.ec_connector.staging import LoadBuffer, Staging
 from vllm_omni_patch.patches.ec_connector.stats import ECStats

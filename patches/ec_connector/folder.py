@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_omni_patch.patches.ec_connector import format
-from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.key import Key
 
 ROOT_NAME = "ec-v1"
 _COUNT = struct.Struct("<8sQ")

@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_patch.patches.ec_connector.identity import BINDING_BYTES, MAX_ID_BYTES, Key
+from vllm_omni_patch.patches.ec_connector.key import BINDING_BYTES, MAX_ID_BYTES, Key
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_patch.patches.ec_connector.identity import is_request_scoped
-from vllm_omni_patch.patches.ec_connector.opened import weights_identity
+from vllm_omni_patch.patches.ec_connector.key import is_request_scoped
+from vllm_omni_patch.patches.ec_connector.weight_files import weights_identity
 
 # vLLM's modality for tensors that a client computed in the language model's own embedding space.
 _PROMPT_EMBEDS = "prompt_embeds"

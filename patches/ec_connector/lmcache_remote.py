@@ -29,7 +29,7 @@ from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import GIB, MIB, ECConfig, without_userinfo
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
-from vllm_omni_patch.patches.ec_connector.identity import KEY_WORKER_ID, KEY_WORLD_SIZE, Key
+from vllm_omni_patch.patches.ec_connector.key import KEY_WORKER_ID, KEY_WORLD_SIZE, Key
 
 _log = ledger.logger("ec")
 PIECE = 4 * MIB

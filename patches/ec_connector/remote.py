@@ -20,7 +20,7 @@ from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import ECConfig, without_userinfo
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
 from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck
-from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.key import Key
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore
 

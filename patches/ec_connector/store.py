@@ -23,7 +23,7 @@ from typing import Literal
 from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.folder import OPEN_ENTRY, Folder
 from vllm_omni_patch.patches.ec_connector.format import FormatError, Header
-from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.key import Key
 
 Outcome = Literal["stored", "present", "busy", "too large", "address taken"]
 # What a device says that has no room. NFS says the second.

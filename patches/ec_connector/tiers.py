@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.ec_connector.config import GIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.format import Header
-from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.key import Key
 from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, SharedFolder, bad_entry, shared_folder_path
 from vllm_omni_patch.patches.ec_connector.runtime import Runtime
 from vllm_omni_patch.patches.ec_connector.stats import ECStats

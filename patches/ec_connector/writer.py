@@ -18,7 +18,7 @@ from vllm_omni_patch.patches.ec_connector import format
 from vllm_omni_patch.patches.ec_connector.config import MAX_SECONDS
 from vllm_omni_patch.patches.ec_connector.format import FormatError
 from vllm_omni_patch.patches.ec_connector.guard import Pause
-from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.key import Key
 from vllm_omni_patch.patches.ec_connector.staging import Slot, Staging
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 

@@ -122,7 +122,7 @@ def one_rank(environment: dict[str, str], lose: bool) -> None:
 
 def entry_files(root: str, key: str) -> list[str]:
     """Files of the entry ``key`` under ``root``, whatever model they belong to."""
-    from vllm_omni_patch.patches.ec_connector.identity import stable_u64
+    from vllm_omni_patch.patches.ec_connector.key import stable_u64
 
     return glob.glob(os.path.join(root, "**", f"{stable_u64(key):016x}@*.ec"), recursive=True)
 

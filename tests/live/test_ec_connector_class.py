@@ -25,7 +25,7 @@ from vllm.distributed.ec_transfer.ec_connector import base, factory
 
 from vllm_omni_patch.apply import install, remove
 from vllm_omni_patch.patches.ec_connector import PATCH, recompute, refusals
-from vllm_omni_patch.patches.ec_connector.opened import weights_identity
+from vllm_omni_patch.patches.ec_connector.weight_files import weights_identity
 
 RELEASE = Version(vllm.__version__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
 
 
 @dataclass

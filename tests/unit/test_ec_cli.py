@@ -19,7 +19,8 @@ from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.cli import app  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import Key, ModelIdentity, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.key import Key, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from ec_engines import emptied, engine_builder, entry_files, output, same  # noqa: E402, F401
 
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
 
 
 @pytest.mark.parametrize("disk", [False, True])

@@ -66,7 +66,7 @@ KILLED = """
 import os, signal, sys, torch
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
 engine = ECCacheEngine(ECConfig(shm_path=sys.argv[1], disk_path=sys.argv[2]), ModelIdentity("m", engine_id="dead"),
                        role="worker", dtype=torch.bfloat16)
 engine.put("id", torch.ones(64, 64, dtype=torch.bfloat16))

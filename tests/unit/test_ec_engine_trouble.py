@@ -19,7 +19,7 @@ from ec_engines import MIB, engine_builder, entry_files, output, same  # noqa: E
 
 from vllm_omni_patch.patches.ec_connector import store as store_module  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
 
 
 @pytest.mark.parametrize("disk", [False, True])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.format import FormatError  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import MAX_ID_BYTES, Key, encode_id, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.key import MAX_ID_BYTES, Key, encode_id, stable_u64  # noqa: E402
 
 
 def key(mm_hash: str = "abc") -> Key:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch.patches.ec_connector import identity
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity, is_request_scoped, model_identity, stable_u64
+from vllm_omni_patch.patches.ec_connector import model_identity as reader
+from vllm_omni_patch.patches.ec_connector.key import is_request_scoped, stable_u64
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.model_identity import model_identity
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_identity_follows_config_and_version(monkeypatch: pytest.MonkeyPatch) ->
         "pruning": model_identity(config("org/model", pruning=0.5)),
         "name": model_identity(config("other/model")),
     }
-    monkeypatch.setattr(identity, "vllm_version", lambda: "0.0.0")
+    monkeypatch.setattr(reader, "vllm_version", lambda: "0.0.0")
     different["vllm"] = model_identity(config("org/model"))
     prints = [base.fingerprint] + [other.fingerprint for other in different.values()]
     assert len(set(prints)) == len(prints)

@@ -23,7 +23,7 @@ from test_ec_remote import Server, entry, key, tier_on, until  # noqa: E402
 
 from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.remote import RemoteTier  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.staging import Staging  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.stats import HELP, ECStats  # noqa: E402

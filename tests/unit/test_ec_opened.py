@@ -15,18 +15,11 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch.patches.ec_connector.identity import ModelIdentity, model_identity
 from vllm_omni_patch.patches.ec_connector.items import ItemKeys
-from vllm_omni_patch.patches.ec_connector.opened import (
-    Claims,
-    Opened,
-    _stripes,
-    in_advance,
-    name_of,
-    remember_name,
-    settle,
-    weights_identity,
-)
+from vllm_omni_patch.patches.ec_connector.model import Claims, ModelIdentity, settle
+from vllm_omni_patch.patches.ec_connector.model_identity import model_identity
+from vllm_omni_patch.patches.ec_connector.opened import Opened, in_advance, name_of, remember_name
+from vllm_omni_patch.patches.ec_connector.weight_files import _stripes, weights_identity
 
 OLD, NEW = "a" * 40, "c" * 40
 

@@ -17,7 +17,8 @@ from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import Key, ModelIdentity, encode_id, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.key import Key, encode_id, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, shared_folder_path  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.stats import ECStats  # noqa: E402
 

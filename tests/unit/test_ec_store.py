@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.folder import Busy  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.identity import Key, encode_id, stable_u64  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.key import Key, encode_id, stable_u64  # noqa: E402
 from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore  # noqa: E402
 
 MIB = 1 << 20
@@ -266,7 +266,7 @@ def test_what_is_no_regular_file_is_no_entry(kind: str, tmp_path: Path) -> None:
 CRASH = """
 import os, signal, sys
 from vllm_omni_patch.patches.ec_connector.folder import Folder
-from vllm_omni_patch.patches.ec_connector.identity import Key
+from vllm_omni_patch.patches.ec_connector.key import Key
 folder = Folder(sys.argv[1], 64 << 20)
 handle, path = folder.reserve(Key("a", b"a", 1, "bfloat16", b"b" * 32), 1 << 20)
 os.write(handle, b"x" * 1000)
