@@ -31,10 +31,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "live"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
 
-import engine_process
-import tiny_model
+from support import engine_process, tiny_model
 
 ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]
 BASELINE = "ECExampleConnector"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-omni-patch matrix`` from a checkout: judges the patches' targets on releases, and writes ``matrix.json``."""
 
-from vllm_omni_patch.matrix_cli import main
+from vllm_omni_patch.commands.matrix import main
 
 if __name__ == "__main__":
     main()

@@ -37,11 +37,11 @@ from unittest import mock
 
 import torch
 
-from vllm_omni_patch.patches.ec_connector import store as store_module
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.folder import Folder
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.storage import files as store_module
+from vllm_omni_patch.patches.ec_connector.storage.folder import Folder
 
 MIB = 1 << 20
 SHAPES = ((1, 64), (32, 64), (257, 1024), (576, 4096))

@@ -21,11 +21,9 @@ import threading
 import time
 from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "live"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests"))
 
-import ec_faults
-import engine_process
-import tiny_model
+from support import ec_faults, engine_process, tiny_model
 
 # Room for two images of 32 embeddings in vLLM's own cache: the third one drops the first.
 ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_omni_patch import discover, flags_text, matrix_text, table
+from vllm_omni_patch.commands import flags_table
+from vllm_omni_patch.loading import discover
+from vllm_omni_patch.matrix import table, table_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +31,7 @@ def main() -> int:
     # Other packages that happen to be installed here have no place in our tables.
     found = [item for item in discover.find() if item.distribution == "vllm-omni-patch"]
     blocks: dict[str, Callable[[], str]] = {
-        "flags": lambda: flags_text.markdown(discover.all_flags(found)),
+        "flags": lambda: flags_table.markdown(discover.all_flags(found)),
         "releases": lambda: releases(found),
         "live": live,
         "metrics": metrics,
@@ -40,8 +42,8 @@ def main() -> int:
         new = text
         for name, make in blocks.items():
             new = fill(new, name, make)
-        if matrix_text.BEGIN in new:
-            new = matrix_text.with_table(new)
+        if table_text.BEGIN in new:
+            new = table_text.with_table(new)
         if new != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
@@ -81,8 +83,8 @@ def releases(found: Sequence[discover.Found]) -> str:
         proved = [row for row in rows if row.evidence == "live"]
         documented = " (documented, checked at run time)" if rows[0].evidence == "documented" else ""
         lines.append(
-            f"| `{patch}` | {distribution} | {matrix_text.ranges(applies, firsts)}{documented} "
-            f"| {matrix_text.on_devices(proved, firsts)} |"
+            f"| `{patch}` | {distribution} | {table_text.ranges(applies, firsts)}{documented} "
+            f"| {table_text.on_devices(proved, firsts)} |"
         )
     return "\n".join(lines)
 
@@ -109,7 +111,7 @@ def live() -> str:
 
 def metrics() -> str:
     """The metrics by name. The encoder cache's come from its own list; the others are few and told here."""
-    from vllm_omni_patch.patches.available_memory import report
+    from vllm_omni_patch.patches.available_memory.report import report
     from vllm_omni_patch.patches.ec_connector import stats
 
     worker = "each worker: one sample for each"

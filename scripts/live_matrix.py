@@ -24,10 +24,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from vllm_omni_patch import table
+from vllm_omni_patch.matrix import table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "vllm_omni_patch" / "matrix-live.json"
+RESULTS = ROOT / "vllm_omni_patch" / "matrix" / "matrix-live.json"
 RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 TORCH = "2.13.0"
 LMCACHE = "0.5.6"

@@ -27,11 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "live"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import ec_faults
-import engine_process
-import tiny_model
+from support import ec_faults, engine_process, tiny_model
 
 EC = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
 TOLERANCE = 1e-5

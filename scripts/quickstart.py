@@ -17,10 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "live"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import engine_process
-import tiny_model
+from support import engine_process, tiny_model
 
 EC = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
 IMAGE, WARM_UP = 1, 2

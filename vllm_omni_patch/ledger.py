@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, processes
+from vllm_omni_patch import flags
+from vllm_omni_patch.commands import processes
 
 State = Literal["pending", "applied", "native", "skipped", "failed"]
 OWN = "loader"  # the patch that holds what the loader itself changes

@@ -23,7 +23,10 @@ import threading
 import time
 from typing import Any, Literal
 
-from vllm_omni_patch import flags, installed, ledger, numbers, processes, shared_folder
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.code import installed
+from vllm_omni_patch.commands import processes
+from vllm_omni_patch.telemetry import numbers, shared_folder
 
 PREFIX = "vllm_omni_patch_"
 FOLDER = f"{shared_folder.PREFIX}run"  # start of the run folder's name; the host's name follows

@@ -30,7 +30,7 @@ def plugin() -> None:
         return
     activate("plugin")
     try:
-        from vllm_omni_patch import loader
+        from vllm_omni_patch.loading import loader
     except Exception as error:
         complain(error)
         return
@@ -60,7 +60,7 @@ def begin(road: str) -> None:
     try:
         if not _begun:
             _busy = _thread.get_ident()
-            from vllm_omni_patch import loader
+            from vllm_omni_patch.loading import loader
 
             finder.watch = loader.start(road)  # type: ignore[assignment]
     except Exception as error:

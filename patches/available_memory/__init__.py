@@ -7,8 +7,9 @@ The declaration only; importing it imports no installer.
 from __future__ import annotations
 
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
-from vllm_omni_patch.patches.available_memory.flags import FLAGS, REMOVED
-from vllm_omni_patch.patches.available_memory.neuron_releases import NEW_LAYOUT, NEW_MODULE, OLD_LAYOUT, OLD_MODULE
+
+from .flags import FLAGS, REMOVED
+from .neuron.releases import NEW_LAYOUT, NEW_MODULE, OLD_LAYOUT, OLD_MODULE
 
 _ROOM = "vllm_omni_patch.patches.available_memory"
 _METHOD = "determine_available_memory"

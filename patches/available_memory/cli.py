@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_omni_patch.patches.available_memory import picture
-from vllm_omni_patch.patches.available_memory.report import as_text
+from .report import picture
+from .report.report import as_text
 
 app = typer.Typer(add_completion=False)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a worker and its budget to a :class:`~vllm_omni_patch.patches.available_memory.report.BudgetReport`.
+"""From a worker and its budget to a :class:`~vllm_omni_patch.patches.available_memory.report.report.BudgetReport`.
 
 Reads worker attributes and memory counters only; every figure that cannot be read is an unknown input. Called after
 the number is settled.
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_patch.patches.available_memory import explain_cpu, gpu, report, weights
-from vllm_omni_patch.patches.available_memory.nvml import Reading
-from vllm_omni_patch.patches.available_memory.profiling import ProfileWatch, device_memory, is_unified
-from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input, configured
+from .cpu import explain_cpu, weights
+from .gpu import budget
+from .gpu.nvml import Reading
+from .gpu.profiling import ProfileWatch, device_memory, is_unified
+from .report import report
+from .report.report import BudgetReport, Input, configured
 
 
 def build(
@@ -88,6 +90,7 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
         configured(report.REQUESTED, requested, "device total x gpu_memory_utilization"),
         Input.measured(report.WEIGHTS, loaded, "model_runner.model_memory_usage"),
     ]
+    free: int | None
     if profile is not None:
         free, when = profile.free_after, "after profiling"
     else:
@@ -95,7 +98,7 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
         free, when = (None if asked is None else asked[0]), "now"
     reading = watch.reading or _own(watch, total, free)
     own = reading.bytes
-    reserved = None if profile is None else gpu.possible(profile.torch_reserved, total)
+    reserved = None if profile is None else budget.possible(profile.torch_reserved, total)
     if profile is None:
         why = "no profiling on this path"
         made.inputs += [Input.unknown(name, why) for name in (report.ACTIVATION_PEAK, report.NON_TORCH)]
@@ -151,7 +154,7 @@ def _others(total: int | None, free: int | None, own: int | None) -> Input:
     if total is None or free is None or own is None:
         return Input.unknown(report.OTHER_PROCESSES, "needs this process's own memory from NVML and the device's free")
     rest = total - free - own
-    if rest < -gpu.BELOW_TORCH_SLACK:
+    if rest < -budget.BELOW_TORCH_SLACK:
         return Input.unknown(report.OTHER_PROCESSES, "less is in use on the device than this process holds")
     return Input.measured(report.OTHER_PROCESSES, max(rest, 0), "device total less free less own process")
 

@@ -14,20 +14,18 @@ from weakref import WeakKeyDictionary
 
 from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.available_memory import explain, gpu, report, weights
-from vllm_omni_patch.patches.available_memory.flags import GPU_BUDGET, RESERVE_MODEL_LOCAL_KV
-from vllm_omni_patch.patches.available_memory.profiling import (
-    ProfileWatch,
-    is_unified,
-    own_memory,
-    read_device,
-    torch_memory,
-)
+
+from . import explain
+from .cpu import weights
+from .flags import GPU_BUDGET, RESERVE_MODEL_LOCAL_KV
+from .gpu import budget
+from .gpu.profiling import ProfileWatch, is_unified, own_memory, read_device, torch_memory
+from .report import report
 
 logger = ledger.logger("memory")
 
 _inside = threading.local()
-_baselines: WeakKeyDictionary[Any, gpu.Baseline] = WeakKeyDictionary()
+_baselines: WeakKeyDictionary[Any, budget.Baseline] = WeakKeyDictionary()
 _reports: WeakKeyDictionary[Any, report.BudgetReport] = WeakKeyDictionary()
 _before: weights.Before = WeakKeyDictionary()  # the models of this process, as they were loaded
 
@@ -182,7 +180,7 @@ def process_budget(worker: Any, watch: ProfileWatch, stock: Any) -> int:
     applied = int(requested - non_kv - available)
     reservation = max(int(available) - int(stock), 0)
     limit = _host_limit(worker, watch) if is_unified(worker.device) else None
-    made = gpu.budget(requested, int(non_kv), applied, limit)
+    made = budget.budget(requested, int(non_kv), applied, limit)
     return max(min(made - reservation, int(requested)), 0)
 
 
@@ -227,7 +225,7 @@ def _host_limit(worker: Any, watch: ProfileWatch) -> int | None:
     if watch.profile is None:
         return None
     available = int(psutil.virtual_memory().available)
-    return gpu.unified_limit(available, watch.profile.total, watch.profile.headroom or 0)
+    return budget.unified_limit(available, watch.profile.total, watch.profile.headroom or 0)
 
 
 def _of(table: WeakKeyDictionary[Any, Any], worker: Any) -> Any:
@@ -242,7 +240,7 @@ def _take_baseline(worker: Any) -> None:
         reading = read_device(worker.device)  # as it is: the judge compares later readings with it
         reserved = torch_memory(worker.device).get("reserved")
         if reading.bytes and reserved is not None:
-            _baselines[worker] = gpu.Baseline(reading.bytes, reserved)
+            _baselines[worker] = budget.Baseline(reading.bytes, reserved)
     except Exception as error:
         logger.debug("no reading of own device memory at start: %s", error)
 
@@ -256,6 +254,6 @@ def _refusal(worker: Any, error: ValueError) -> str | None:
         wanted = snapshot.total_memory * worker.cache_config.gpu_memory_utilization
         total, free, unified = int(snapshot.total_memory), int(snapshot.free_memory), is_unified(worker.device)
         own = own_memory(worker, in_use=None if unified else total - free).bytes
-        return gpu.refusal(str(worker.device), total, free, wanted, own, unified)
+        return budget.refusal(str(worker.device), total, free, wanted, own, unified)
     except Exception:
         return None

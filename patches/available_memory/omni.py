@@ -18,9 +18,10 @@ from typing import Any
 
 from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.available_memory import hooks
-from vllm_omni_patch.patches.available_memory.flags import GPU_BUDGET
-from vllm_omni_patch.patches.available_memory.profiling import swapped
+
+from . import hooks
+from .flags import GPU_BUDGET
+from .gpu.profiling import swapped
 
 logger = ledger.logger("memory")
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
-from vllm_omni_patch.patches.ec_connector.flags import FLAGS
-from vllm_omni_patch.patches.ec_connector.uses import USES
+
+from .flags import FLAGS
+from .uses import USES
 
 _HOOKS = "vllm_omni_patch.patches.ec_connector.hooks"
 # Registered together with what makes a failed load harmless, or not at all.

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_omni_patch.patches.ec_connector.folder import ROOT_NAME, Folder
-from vllm_omni_patch.patches.ec_connector.format import PIECE, Header
-from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore, open_path
+from .storage.entry import PIECE, Header
+from .storage.files import BadEntry, FileStore, open_path
+from .storage.folder import ROOT_NAME, Folder
 
 app = typer.Typer(no_args_is_help=True, help="Encoder outputs stored in a folder: count, verify, clear.")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.ec_connector import opened, recompute, refusals
 
-_MODULE = "vllm_omni_patch.patches.ec_connector.connector"
+from .vllm import opened, recompute, refusals
+
+_MODULE = "vllm_omni_patch.patches.ec_connector.vllm.connector"
 
 
 def register(hook: Hook) -> Undo:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 
 from vllm_omni_patch.patch import Contract, Patch, Target
-from vllm_omni_patch.patches.model_local_kv.families import FAMILIES
-from vllm_omni_patch.patches.model_local_kv.flags import FLAGS
-from vllm_omni_patch.patches.model_local_kv.uses import CACHE, USES
+
+from .families import FAMILIES
+from .flags import FLAGS
+from .uses import CACHE, USES
 
 _ROOM = "vllm_omni_patch.patches.model_local_kv"
 _LOAD_MODEL = f"{_ROOM}.hooks:install_load_model"

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, Residency
+from .specs import ModelLocalKVScope, Residency
 
 Charge = Literal["charged", "pending", "uncharged", "unknown"]
 """``charged``: in one of the budget's terms. ``pending``: will be allocated after the budget was set. ``uncharged``: in

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_patch.patches.model_local_kv import specs
+from . import specs
 
 
 @dataclass(frozen=True)

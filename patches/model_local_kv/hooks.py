@@ -10,10 +10,11 @@ from typing import Any
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
-from vllm_omni_patch.patches.model_local_kv.charge import Engine
-from vllm_omni_patch.patches.model_local_kv.collect import collect
-from vllm_omni_patch.patches.model_local_kv.report import Load
-from vllm_omni_patch.patches.model_local_kv.watch import WATCH
+
+from .charge import Engine
+from .collect import collect
+from .observe.watch import WATCH
+from .report import Load
 
 logger = ledger.logger("model_local_kv")
 

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vllm_omni_patch import ledger, metrics
-from vllm_omni_patch.patches.model_local_kv.charge import Engine, budget_path, charge, resolve_residency
-from vllm_omni_patch.patches.model_local_kv.collect import Collection, Entry
-from vllm_omni_patch.patches.model_local_kv.reconcile import Row
-from vllm_omni_patch.patches.model_local_kv.suspects import Suspect
+
+from .charge import Engine, budget_path, charge, resolve_residency
+from .collect import Collection, Entry
+from .observe.reconcile import Row
+from .suspects import Suspect
 
 SCHEMA = 1
 FACT = "model_local_kv"

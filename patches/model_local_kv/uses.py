@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from vllm_omni_patch.patch import Contract, Target
-from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
+
+from .flags import OBSERVE
 
 
 def _use(name: str, *attributes: str) -> Target:
@@ -21,8 +22,8 @@ USES: tuple[Target, ...] = (
 CACHE = Target(
     module="transformers.cache_utils",
     qualname="Cache",
-    install="vllm_omni_patch.patches.model_local_kv.watch:install",
-    verify="vllm_omni_patch.patches.model_local_kv.watch:follows",
+    install="vllm_omni_patch.patches.model_local_kv.observe.watch:install",
+    verify="vllm_omni_patch.patches.model_local_kv.observe.watch:follows",
     distribution="transformers",
     contract=Contract(class_attributes=("layers",)),
     by_contract=True,

@@ -14,12 +14,15 @@ import sys
 import pytest
 import wrapt
 
-from vllm_omni_patch import discover, flags, installed, matrix, table
-from vllm_omni_patch.contract import check_live, check_source, fingerprint
-from vllm_omni_patch.live import LiveView, source_text
+from vllm_omni_patch import flags
+from vllm_omni_patch.code import installed
+from vllm_omni_patch.code.contract import check_live, check_source, fingerprint
+from vllm_omni_patch.code.live import LiveView, source_text
+from vllm_omni_patch.code.source import SourceView
+from vllm_omni_patch.code.views import Missing
+from vllm_omni_patch.loading import discover
+from vllm_omni_patch.matrix import judge, table
 from vllm_omni_patch.patch import Contract, Parameter
-from vllm_omni_patch.source import SourceView
-from vllm_omni_patch.views import Missing
 
 pytest.importorskip("vllm")
 
@@ -133,7 +136,7 @@ def test_every_target_is_decided_as_listed():
             continue
         except ImportError:
             continue  # a device's worker that does not import on this machine
-        decision = matrix.decide(patch, target, release, module)
+        decision = judge.decide(patch, target, release, module)
         assert (decision.verdict, decision.apply) == (row.verdict, row.verdict == "applies"), decision.reason
         text = source_text(module)
         assert check_live(target.contract, module, target.qualname) == check_source(
@@ -142,7 +145,7 @@ def test_every_target_is_decided_as_listed():
         if row.verdict == "applies":
             assert fingerprint(text, target.qualname) == row.fingerprint
             # A development build of the same code is known by that code.
-            unlisted = matrix.decide(patch, target, f"{release}.dev7+gabcdef", module)
+            unlisted = judge.decide(patch, target, f"{release}.dev7+gabcdef", module)
             assert unlisted.apply and unlisted.like is not None
         decided += 1
     assert decided >= 10
@@ -169,7 +172,7 @@ def test_wrappers_on_a_real_method_change_no_answer():
 
 def test_the_command_reads_this_environment_and_imports_none_of_it():
     code = (
-        "import sys; from vllm_omni_patch.matrix_cli import main\n"
+        "import sys; from vllm_omni_patch.commands.matrix import main\n"
         "try: main()\n"
         "finally: print('imported', [n for n in ('vllm', 'torch', 'lmcache') if n in sys.modules], file=sys.stderr)"
     )

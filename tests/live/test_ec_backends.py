@@ -21,9 +21,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("lmcache")
 
-from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.config import ECConfig
 
 SHAPES = ((1, 64), (32, 64), (729, 1152), (4096, 3000))
 
@@ -205,8 +205,8 @@ def test_a_server_that_starts_late_is_used(kind: str, hosts: Any) -> None:
 EXITS = """
 import os, sys, torch
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 engine = ECCacheEngine(ECConfig(remote_url=sys.argv[1], shm_path=sys.argv[2], load_deadline=1.0, store_deadline=1.0),
                        ModelIdentity("m"), role="worker", dtype=torch.bfloat16)
 engine._tiers.remote[0].wait_ready(120)

@@ -17,15 +17,16 @@ from unittest.mock import MagicMock
 import pytest
 
 pytest.importorskip("vllm")
-import tiny_model
 import torch
 import vllm
 from packaging.version import Version
 from vllm.distributed.ec_transfer.ec_connector import base, factory
 
-from vllm_omni_patch.apply import install, remove
-from vllm_omni_patch.patches.ec_connector import PATCH, recompute, refusals
-from vllm_omni_patch.patches.ec_connector.weight_files import weights_identity
+from support import tiny_model
+from vllm_omni_patch.loading.apply import install, remove
+from vllm_omni_patch.patches.ec_connector import PATCH
+from vllm_omni_patch.patches.ec_connector.vllm import recompute, refusals
+from vllm_omni_patch.patches.ec_connector.vllm.weight_files import weights_identity
 
 RELEASE = Version(vllm.__version__)
 

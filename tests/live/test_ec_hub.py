@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-import tiny_model
-from engine_process import Answer, Server
-from hub import Hub
 from test_ec_server import ARGUMENTS, OURS, counted, counters, entries
+
+from support import tiny_model
+from support.engine_process import Answer, Server
+from support.hub import Hub
 
 pytestmark = pytest.mark.slow  # four boots
 REPO = "org/vl"

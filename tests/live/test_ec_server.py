@@ -20,15 +20,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import ec_faults
-import tiny_model
-from engine_process import Answer, Server, left_over, picture
+from support import ec_faults, tiny_model
+from support.engine_process import Answer, Server, left_over, picture
 
 # Room for two images of 32 embeddings in vLLM's own cache: the third one drops the first.
 ARGUMENTS = ["--max-num-batched-tokens", "64", "--no-enable-prefix-caching"]
 # A trainer's way into the worker, and the routes that it calls.
-TRAINED = [*ARGUMENTS, "--worker-extension-cls", "rlhf_worker.Trainer"]
-TRAINER = {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "VLLM_SERVER_DEV_MODE": "1"}
+TRAINED = [*ARGUMENTS, "--worker-extension-cls", "support.rlhf_worker.Trainer"]
+TRAINER = {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "VLLM_SERVER_DEV_MODE": "1"}
 IMAGES = (1, 2, 3, 4)
 OURS = {"ec_connector": "LMCacheECConnector", "ec_role": "ec_both"}
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import ec_faults
-import tiny_model
-from engine_process import Answer, Server, free_port, left_over
 from test_ec_server import ARGUMENTS, IMAGES, OURS, counted, counters, entries, wait_for
+
+from support import ec_faults, tiny_model
+from support.engine_process import Answer, Server, free_port, left_over
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ MODULE = "vllm.model_executor.models.deepencoder2"
 if importlib.util.find_spec(MODULE) is None:
     pytest.skip("this vLLM has no DeepSeek-OCR2", allow_module_level=True)
 
-from omni_caches import MiB, cache_tensors, declared, entry, installed, storage_bytes  # noqa: E402
+from support.omni_caches import MiB, cache_tensors, declared, entry, installed, storage_bytes
 
 PROCESSOR = "vllm.transformers_utils.processors.deepseek_ocr"
 

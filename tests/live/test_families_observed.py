@@ -16,11 +16,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import omni_caches as omni  # noqa: E402
-from omni_caches import MiB  # noqa: E402
-
-from vllm_omni_patch.patches.model_local_kv import hooks, watch  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE  # noqa: E402
+from support import omni_caches as omni
+from support.omni_caches import MiB
+from vllm_omni_patch.patches.model_local_kv import hooks
+from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE
+from vllm_omni_patch.patches.model_local_kv.observe import watch
 
 RELEASE = omni.omni_release()
 pytestmark = pytest.mark.skipif(RELEASE < (0, 28), reason=f"vLLM-Omni {RELEASE} is inert for Qwen3-TTS")

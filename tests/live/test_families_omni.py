@@ -19,8 +19,8 @@ if importlib.util.find_spec("vllm_omni") is None:
     )
 torch = pytest.importorskip("torch")
 
-import omni_caches as omni  # noqa: E402
-from omni_caches import (  # noqa: E402
+from support import omni_caches as omni
+from support.omni_caches import (
     TABLE,
     KiB,
     MiB,

@@ -17,8 +17,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import omni_caches as omni  # noqa: E402
-from omni_caches import TABLE, MiB, before, cache_tensors, declared, entry, since, storage_bytes, view_bytes  # noqa: E402
+from support import omni_caches as omni
+from support.omni_caches import TABLE, MiB, before, cache_tensors, declared, entry, since, storage_bytes, view_bytes
 
 RELEASE = omni.omni_release()
 

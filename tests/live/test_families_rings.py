@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import omni_caches as omni  # noqa: E402
-from omni_caches import TABLE, KiB, MiB, declared, entry, storage_bytes  # noqa: E402
+from support import omni_caches as omni
+from support.omni_caches import TABLE, KiB, MiB, declared, entry, storage_bytes
 
 RELEASE = omni.omni_release()
 

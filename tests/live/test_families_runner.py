@@ -22,7 +22,7 @@ if importlib.util.find_spec("vllm_omni") is None:
     )
 pytest.importorskip("torch")
 
-from omni_caches import MiB, omni_release
+from support.omni_caches import MiB, omni_release
 
 RELEASE = omni_release()
 HEADER = "Model-local KV (outside the paged manager): "
@@ -32,6 +32,7 @@ NAMES = ["codec_decoder_batch_copy", "codec_decoder_request", "codec_decoder_wor
 
 def load(folder: Path, *arguments: str, patch: str = "model_local_kv") -> tuple[str, dict[str, Any] | None]:
     """Output of one load, and its report if one was written."""
+    root = Path(__file__).parents[2]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -39,8 +40,7 @@ def load(folder: Path, *arguments: str, patch: str = "model_local_kv") -> tuple[
         "VLLM_OMNI_PATCH_UNLISTED": "apply",
         "VLLM_OMNI_PATCH_REPORT_DIR": str(folder / "reports"),
     }
-    command = [sys.executable, str(Path(__file__).with_name("omni_runner.py")), str(folder), *arguments]
-    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "tests" / "support" / "omni_runner.py"), str(folder), *arguments]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]

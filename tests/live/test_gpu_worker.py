@@ -19,15 +19,15 @@ import pytest
 
 pytest.importorskip("vllm")
 # The device of numbers and the scripted NVML library serve the unit tests too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-from gpu_card import GIB, Card, Lines, Runner, make_worker, stand_in
-from nvml_library import ALL_ONES, NvmlLibrary
-
+from support.gpu_card import GIB, Card, Lines, Runner, make_worker, stand_in
+from support.nvml_library import ALL_ONES, NvmlLibrary
 from vllm_omni_patch import ledger
-from vllm_omni_patch.apply import install, remove
-from vllm_omni_patch.patches.available_memory import PATCH, explain, gpu, hooks, picture, profiling, report
+from vllm_omni_patch.loading.apply import install, remove
+from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
+from vllm_omni_patch.patches.available_memory.gpu import budget, profiling
+from vllm_omni_patch.patches.available_memory.report import picture, report
 
-pytest_plugins = ["nvml_library"]
+pytest_plugins = ["support.nvml_library"]
 
 WORKER = "vllm.v1.worker.gpu_worker"
 STRANGER = 546113
@@ -264,7 +264,7 @@ def test_a_stranger_with_our_pid_number(card_of: Callable[..., Card], process: N
     card = card_of(140, 0.5)
     card.row = gib(held)
     worker = make_worker(card, requested=gib(30), weights=gib(10), peak=gib(2), outside=gib(1))
-    hooks._baselines[worker] = gpu.Baseline(own=gib(held), torch_reserved=0)
+    hooks._baselines[worker] = budget.Baseline(own=gib(held), torch_reserved=0)
     value = worker.determine_available_memory()
     assert value == gib(17)
     assert any("another process" in text for text in lines.warnings())
@@ -592,7 +592,7 @@ def test_unified_memory_is_bounded_by_the_host(
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib(100), total=gib(119)))
     worker = make_worker(card, requested=gib(83), weights=gib(50), peak=gib(2))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib(20), total=gib(119)))
-    assert worker.determine_available_memory() == gib(20) - gib(2) - gpu.UNIFIED_RESERVE
+    assert worker.determine_available_memory() == gib(20) - gib(2) - budget.UNIFIED_RESERVE
     assert card.library.memory_queries == 0
 
 
@@ -657,7 +657,7 @@ def test_the_baseline_is_taken_before_the_weights(
 ) -> None:
     card = card_of(60, 0.4)
     worker = init_device(monkeypatch, card, 0.5)
-    assert hooks._baselines[worker] == gpu.Baseline(own=gib(0.4), torch_reserved=0)
+    assert hooks._baselines[worker] == budget.Baseline(own=gib(0.4), torch_reserved=0)
 
 
 # Our own failures

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine_process
 import pytest
-import tiny_model
+
+from support import engine_process, tiny_model
 
 pytest.importorskip("vllm")
 
-STATUS = [sys.executable, "-m", "vllm_omni_patch.cli", "status", "--json"]
+STATUS = [sys.executable, "-m", "vllm_omni_patch.commands.main", "status", "--json"]
 
 
 def python(code: str, flag: str | None, **env: str) -> subprocess.CompletedProcess[str]:

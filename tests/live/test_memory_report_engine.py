@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import engine_process
-import tiny_model
-from engine_process import Server
 from typer.testing import CliRunner
 
+from support import engine_process, tiny_model
+from support.engine_process import Server
 from vllm_omni_patch.patches.available_memory.cli import app
 
 GIB = 1 << 30

@@ -15,11 +15,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import engine_process
-import local_kv_plugin
+from support import engine_process, local_kv_plugin
 
 ROW = local_kv_plugin.ROW
-REFRESH = "vllm_omni_patch.patches.model_local_kv.watch:refresh"
+REFRESH = "vllm_omni_patch.patches.model_local_kv.observe.watch:refresh"
 HEADLINE = "Model-local KV (outside the paged manager)"
 
 

@@ -14,15 +14,15 @@ import pytest
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "unit")]
-
-import neuron_plugin  # noqa: E402
-import tiny_model  # noqa: E402
-
-from vllm_omni_patch import apply  # noqa: E402
-from vllm_omni_patch.patches.available_memory import PATCH, hooks_neuron  # noqa: E402
-from vllm_omni_patch.patches.available_memory.budget import GIB  # noqa: E402
-from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS  # noqa: E402
+from support import (
+    neuron_plugin,
+    tiny_model,
+)
+from vllm_omni_patch.loading import apply
+from vllm_omni_patch.patches.available_memory import PATCH
+from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS
+from vllm_omni_patch.patches.available_memory.neuron import hooks
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB
 
 OLD = next(target for target in PATCH.targets if target.distribution == "vllm-neuron")
 LAYERS, BLOCK = 32, 32
@@ -105,8 +105,8 @@ def planned_blocks(config: Any, worker: Any, available: int) -> int:
 
 def test_what_is_read_from_a_real_config(worker_class: Any, checkpoint: str) -> None:
     worker, _ = make(worker_class, checkpoint)
-    view = hooks_neuron.view_of(worker)
-    program = hooks_neuron.program_of(worker)
+    view = hooks.view_of(worker)
+    program = hooks.program_of(worker)
     assert program["architectures"] == ["Blip2ForConditionalGeneration"]
     assert (program["quantization"], program["tensor_parallel_size"], program["dtype"]) == ("none", 1, "torch.bfloat16")
     assert (program["max_model_len"], program["max_num_seqs"], program["block_size"]) == (64, 4, BLOCK)
@@ -122,7 +122,7 @@ def test_vllm_divides_the_budget_as_the_report_says(worker_class: Any, checkpoin
     worker, config = make(worker_class, checkpoint)
     available = worker.determine_available_memory()
     assert available == 6_957_847_019
-    _, block = hooks_neuron.kv_layers(worker.get_kv_cache_spec())
+    _, block = hooks.kv_layers(worker.get_kv_cache_spec())
     assert planned_blocks(config, worker, available) == available // block == 3317
 
 

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_patch.patches.available_memory import budget
-from vllm_omni_patch.patches.available_memory.budget import GIB, BelowMinimumError, compute_kv_budget, split_kv_budget
+from vllm_omni_patch.patches.available_memory.neuron import kv_budget
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import (
+    GIB,
+    BelowMinimumError,
+    compute_kv_budget,
+    split_kv_budget,
+)
 
 TRN1, TRN2, TRN3 = 16 * GIB, 24 * GIB, 36 * GIB
 MIB = 1 << 20
@@ -73,7 +78,7 @@ def test_row_15_no_minimum_gives_zero() -> None:
 
 
 def test_rows_16_and_17_equal_passes_and_one_byte_less_does_not() -> None:
-    requested = budget.requested_bytes(TRN2, 0.9)
+    requested = kv_budget.requested_bytes(TRN2, 0.9)
     assert compute_kv_budget(TRN2, requested - GIB, 0.9, 1.0) == 1_073_741_824
     with pytest.raises(BelowMinimumError) as caught:
         compute_kv_budget(TRN2, requested - GIB + 1, 0.9, 1.0)
@@ -124,7 +129,7 @@ def test_row_36_the_old_constant_is_more_than_the_budget() -> None:
 
 @pytest.mark.parametrize(("gmu", "expected"), [(0.9, 9_277_129_359), (0.92, 9_483_287_789)])
 def test_row_37_cpu_mode(gmu: float, expected: int) -> None:
-    assert budget.host_kv_budget(256 * GIB, 8, gmu) == expected
+    assert kv_budget.host_kv_budget(256 * GIB, 8, gmu) == expected
 
 
 @pytest.mark.parametrize(("block", "at_table", "short"), [(1, 6635, 6634), (2, 3317, 3317), (4.5, 1474, 1474)])
@@ -153,27 +158,27 @@ def test_weights_that_leave_too_little_are_refused() -> None:
 
 
 def test_exactly_one_gib_left_is_served() -> None:
-    requested = budget.requested_bytes(24 * GIB, 0.9)
+    requested = kv_budget.requested_bytes(24 * GIB, 0.9)
     assert compute_kv_budget(24 * GIB, requested - GIB, 0.9) == GIB
 
 
 # Scenario S8: limit 64 GiB, 8 in use.
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 7.56), (1, 15.12)])
 def test_ranks_share_a_container(ranks: int, expected: float) -> None:
-    assert budget.host_kv_budget((64 - 8) * GIB, ranks, 0.9) / GIB == pytest.approx(expected, abs=1e-6)
+    assert kv_budget.host_kv_budget((64 - 8) * GIB, ranks, 0.9) / GIB == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(("host", "workers", "text"), [(0, 1, "0 bytes"), (-5, 1, "-5 bytes"), (3, 4, "4 workers")])
 def test_nothing_to_share_is_an_error(host: int, workers: int, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
-        budget.host_kv_budget(host, workers, 0.9)
+        kv_budget.host_kv_budget(host, workers, 0.9)
 
 
 def test_needed_blocks_round_up_and_keep_the_null_block() -> None:
-    assert budget.needed_blocks(4, 4096, 32) == 513
-    assert budget.needed_blocks(4, 4097, 32) == 517
+    assert kv_budget.needed_blocks(4, 4096, 32) == 513
+    assert kv_budget.needed_blocks(4, 4097, 32) == 517
     with pytest.raises(ValueError, match="max_num_seqs=0"):
-        budget.needed_blocks(0, 4096, 32)
+        kv_budget.needed_blocks(0, 4096, 32)
 
 
 TOTALS = st.integers(1, 1 << 50)
@@ -216,7 +221,7 @@ def test_the_nesting_of_the_two_roundings(total: int, used: int, gmu: float, cap
 @given(TOTALS, st.integers(0, 64), FRACTIONS, FRACTIONS)
 def test_shares_of_a_host_fit_it_together(host: int, workers: int, gmu: float, cap: float) -> None:
     try:
-        share = budget.host_kv_budget(host, workers, gmu, cap)
+        share = kv_budget.host_kv_budget(host, workers, gmu, cap)
     except RuntimeError:
         assert host // max(workers, 1) == 0
         return
@@ -225,7 +230,7 @@ def test_shares_of_a_host_fit_it_together(host: int, workers: int, gmu: float, c
 
 def test_the_module_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys; import vllm_omni_patch.patches.available_memory.budget;"
+        "import sys; import vllm_omni_patch.patches.available_memory.neuron.kv_budget;"
         "print([n for n in ('torch', 'vllm', 'wrapt') if n in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,14 +14,18 @@ import sys
 import textwrap
 from importlib.machinery import PathFinder
 
-import package_index
 import pytest
 import typer.testing
 
-from vllm_omni_patch import checker, discover, flags, matrix_cli, matrix_text, releases, table
-from vllm_omni_patch.assess import assess, assess_release, without_effect
+from support import package_index
+from vllm_omni_patch import flags
+from vllm_omni_patch.code import releases
+from vllm_omni_patch.code.releases import read_path
+from vllm_omni_patch.commands import matrix
+from vllm_omni_patch.loading import discover
+from vllm_omni_patch.matrix import build, table, table_text
+from vllm_omni_patch.matrix.assess import assess, assess_release, without_effect
 from vllm_omni_patch.patch import Contract, Documented, Parameter, Patch, Target
-from vllm_omni_patch.releases import read_path
 
 WORKER = """
 class Base:
@@ -123,7 +127,7 @@ def house(tmp_path, monkeypatch, served):
 
 
 def run(*arguments: str) -> typer.testing.Result:
-    result = typer.testing.CliRunner().invoke(matrix_cli.app, list(arguments))
+    result = typer.testing.CliRunner().invoke(matrix.app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "vllm" not in sys.modules
@@ -394,8 +398,8 @@ def test_several_processes_give_the_same_table(served):
     with pytest.MonkeyPatch.context() as monkeypatch:
         package_index.use_only(monkeypatch, index)
         told: list[str] = []
-        one = checker.rebuild([declared], {"vllm": LISTED}, cache, told.append, jobs=1)
-        two = checker.rebuild([declared], {"vllm": LISTED}, cache, jobs=2)
+        one = build.rebuild([declared], {"vllm": LISTED}, cache, told.append, jobs=1)
+        two = build.rebuild([declared], {"vllm": LISTED}, cache, jobs=2)
     assert table.dump(one) == table.dump(two)
     assert len(one.rows()) == len(told) == len(LISTED)
 
@@ -406,8 +410,8 @@ def test_groups_stand_and_fall_together(house, tmp_path):
     there_or_not = Target("vllm.nowhere", "X.y", "x:y", group="both", optional=True)
     declared = Patch("demo", "", "", "", "", "", "adds", (good, bad, there_or_not), matrix=str(tmp_path / "m.json"))
     release = read_path(package_index.tree(tmp_path / "tree", vllm("9.1.0")))[0]
-    questions = checker.questions([declared])
-    held = table.Table([checker.judge(q, release) for q in questions], {"vllm": ["9.1.0"]})
+    questions = build.questions([declared])
+    held = table.Table([build.judge(q, release) for q in questions], {"vllm": ["9.1.0"]})
     (tmp_path / "m.json").write_text(table.dump(held))
     found = assess_release(declared, questions, release)
     assert [one.action for one in found] == ["skipped", "skipped", "not there"]
@@ -420,9 +424,9 @@ def test_documented_rows_have_a_reason():
     target = Target(
         "m", "q", "x:y", evidence="documented", documented=(Documented("1.0"), Documented("2.0", "native", "r"))
     )
-    made = checker.documented(checker.Question("p", target))
+    made = build.documented(build.Question("p", target))
     assert [(r.release, r.verdict, r.reason) for r in made] == [
-        ("1.0", "applies", checker.DOCUMENTED_REASON),
+        ("1.0", "applies", build.DOCUMENTED_REASON),
         ("2.0", "native", "r"),
     ]
 
@@ -431,7 +435,7 @@ def test_a_process_of_its_own_imports_no_vllm(tmp_path):
     package_index.tree(tmp_path, vllm("9.1.0"))
     code = """
         import sys
-        from vllm_omni_patch.matrix_cli import main
+        from vllm_omni_patch.commands.matrix import main
         try:
             main()
         finally:
@@ -459,10 +463,10 @@ def test_what_a_patch_uses_is_judged_and_not_hooked(house, tmp_path):
     matrix = str(tmp_path / "m.json")
     declared = Patch("demo", "", "", "", "", "", "adds", (hooked,), matrix=matrix, uses=(good, bad, gone))
     release = read_path(package_index.tree(tmp_path / "tree", vllm("9.1.0")))[0]
-    held = table.Table([checker.judge(q, release) for q in checker.questions([declared])], {"vllm": ["9.1.0"]})
+    held = table.Table([build.judge(q, release) for q in build.questions([declared])], {"vllm": ["9.1.0"]})
     (tmp_path / "m.json").write_text(table.dump(held))
     assert [r.used for r in table.read(tmp_path / "m.json").rows()] == [False, True, True]
-    assert "(used, not hooked)" in matrix_text.markdown_table(held)
+    assert "(used, not hooked)" in table_text.markdown_table(held)
     declared = dataclasses.replace(declared, uses=(good, bad, gone, absent))
     found = assess([declared], lambda target: release if target.distribution == "vllm" else None)
     assert [one.action for one in found] == ["applied", "used", "not usable", "not there", "not installed"]

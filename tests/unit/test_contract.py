@@ -15,7 +15,7 @@ import wrapt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni_patch.contract import check_live, check_source, native_live, native_source
+from vllm_omni_patch.code.contract import check_live, check_source, native_live, native_source
 from vllm_omni_patch.patch import Contract, Native, Parameter
 
 _numbers = itertools.count()

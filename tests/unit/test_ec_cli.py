@@ -13,14 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from typer.testing import CliRunner  # noqa: E402
+from typer.testing import CliRunner
 
-from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.cli import app  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.key import Key, stable_u64  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cli import app
+from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.storage import entry
+from vllm_omni_patch.patches.ec_connector.storage.key import Key, stable_u64
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def plant(folder: Path, label: bytes) -> None:
     payload = memoryview(bytearray(64))
     path = first.parent.parent / key.path
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(format.encode_header(key, 4, 8, "bfloat16", payload, label) + payload)
+    path.write_bytes(entry.encode_header(key, 4, 8, "bfloat16", payload, label) + payload)
 
 
 def test_a_label_nested_without_end_is_no_name(folder: Path) -> None:

@@ -14,9 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import emptied, engine_builder, entry_files, output, same  # noqa: E402, F401
-
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
+from support.ec_engines import emptied, engine_builder, entry_files, output, same  # noqa: F401
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -171,7 +170,7 @@ def test_equal_namespaces_share_over_mount_points(build: Any) -> None:
 
 
 def test_a_64_bit_collision_is_a_miss(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.engine.stable_u64", lambda mm_hash: 7)
+    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.cache.engine.stable_u64", lambda mm_hash: 7)
     engine = build(disk=True)
     assert engine.put("a", output(4, 4)) and engine.flush(5)
     assert not engine.contains("b") and engine.get("b", "cpu") is None

@@ -14,9 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import MIB, emptied, engine_builder, entry_files, output, same  # noqa: E402, F401
-
-from vllm_omni_patch.patches.ec_connector import store as store_module  # noqa: E402
+from support.ec_engines import MIB, emptied, engine_builder, entry_files, output, same  # noqa: F401
+from vllm_omni_patch.patches.ec_connector.storage import files as store_module
 
 
 def test_close_drains_leaves_no_thread_and_can_be_repeated(build: Any) -> None:
@@ -65,8 +64,8 @@ def test_shared_memory_goes_with_the_last_engine(build: Any, tmp_path: Path) -> 
 KILLED = """
 import os, signal, sys, torch
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 engine = ECCacheEngine(ECConfig(shm_path=sys.argv[1], disk_path=sys.argv[2]), ModelIdentity("m", engine_id="dead"),
                        role="worker", dtype=torch.bfloat16)
 engine.put("id", torch.ones(64, 64, dtype=torch.bfloat16))

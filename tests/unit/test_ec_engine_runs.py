@@ -15,9 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import emptied, engine_builder, output, same  # noqa: E402, F401
-
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
+from support.ec_engines import emptied, engine_builder, output, same  # noqa: F401
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 
 
 def test_entries_of_unknown_weights_serve_one_run(build: Any, caplog: pytest.LogCaptureFixture) -> None:

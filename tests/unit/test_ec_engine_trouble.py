@@ -15,11 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import MIB, engine_builder, entry_files, output, same  # noqa: E402, F401
-
-from vllm_omni_patch.patches.ec_connector import store as store_module  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
+from support.ec_engines import MIB, engine_builder, entry_files, output, same  # noqa: F401
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.storage import files as store_module
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -71,7 +70,7 @@ def test_what_cannot_be_removed_is_refused_until_put_again(
             raise OSError(errno.EROFS, "Read-only file system")
         real(path, **options)
 
-    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.folder.os.unlink", read_only)
+    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.storage.folder.os.unlink", read_only)
     worker.discard("id")
     assert len(entry_files(tmp_path)) == 1
     assert not scheduler.contains("id") and worker.get("id", "cpu") is None
@@ -121,7 +120,7 @@ def test_while_the_disk_fails_shared_memory_takes_the_entries(
             raise OSError(errno.EROFS, "Read-only file system")
         return real(path, flags, *mode, **options)
 
-    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.folder.os.open", refuse)
+    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.storage.folder.os.open", refuse)
     assert worker.put("id", output(4, 4)) and worker.flush(5)
     monkeypatch.undo()
     assert scheduler.contains("id") and same(worker.get("id", "cpu"), output(4, 4))

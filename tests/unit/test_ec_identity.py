@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch.patches.ec_connector import model_identity as reader
-from vllm_omni_patch.patches.ec_connector.key import is_request_scoped, stable_u64
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.model_identity import model_identity
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.storage.key import is_request_scoped, stable_u64
+from vllm_omni_patch.patches.ec_connector.vllm import model_identity as reader
+from vllm_omni_patch.patches.ec_connector.vllm.model_identity import model_identity
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import engine_builder, entry_files, output, same  # noqa: E402, F401
-from test_ec_cli import call  # noqa: E402
-from test_ec_remote import Server, entry, key, tier_on, until  # noqa: E402
+from test_ec_cli import call
+from test_ec_remote import Server, entry, key, tier_on, until
 
-from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.remote import RemoteTier  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.staging import Staging  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.stats import HELP, ECStats  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.writer import Job, Writer  # noqa: E402
+from support.ec_engines import engine_builder, entry_files, output, same  # noqa: F401
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache.staging import Staging
+from vllm_omni_patch.patches.ec_connector.cache.writer import Job, Writer
+from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.stats import HELP, ECStats
+from vllm_omni_patch.patches.ec_connector.storage.remote import RemoteTier
 
 NOBODY = 65534
 
@@ -246,7 +246,7 @@ def test_an_error_in_the_writer_is_counted_and_said_once(lines: Any) -> None:
 
 
 def shared(folder: Path) -> tuple[RemoteTier, ECStats]:
-    from vllm_omni_patch.patches.ec_connector.remote import SharedFolder
+    from vllm_omni_patch.patches.ec_connector.storage.remote import SharedFolder
 
     stats = ECStats("worker")
     tier = RemoteTier("fs://", SharedFolder(str(folder), False, 0.0), ECConfig(lookup_deadline=5.0), stats)

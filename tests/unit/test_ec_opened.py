@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys
-from vllm_omni_patch.patches.ec_connector.model import Claims, ModelIdentity, settle
-from vllm_omni_patch.patches.ec_connector.model_identity import model_identity
-from vllm_omni_patch.patches.ec_connector.opened import Opened, in_advance, name_of, remember_name
-from vllm_omni_patch.patches.ec_connector.weight_files import _stripes, weights_identity
+from vllm_omni_patch.patches.ec_connector.cache.model import Claims, ModelIdentity, settle
+from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys
+from vllm_omni_patch.patches.ec_connector.vllm.model_identity import model_identity
+from vllm_omni_patch.patches.ec_connector.vllm.opened import Opened, in_advance, name_of, remember_name
+from vllm_omni_patch.patches.ec_connector.vllm.weight_files import _stripes, weights_identity
 
 OLD, NEW = "a" * 40, "c" * 40
 
@@ -92,7 +92,7 @@ CHILD = """
 import os, sys, json
 from types import SimpleNamespace
 from huggingface_hub import snapshot_download
-from vllm_omni_patch.patches.ec_connector.opened import Opened
+from vllm_omni_patch.patches.ec_connector.vllm.opened import Opened
 out = []
 for revision, commit in json.loads(sys.argv[1]):
     model = SimpleNamespace(model="org/vl", revision=revision or None, hf_config=SimpleNamespace(_commit_hash=commit))

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ec_requests import Feature
 
-from vllm_omni_patch.patches.ec_connector import recompute, refusals
-from vllm_omni_patch.patches.ec_connector.items import Load
+from support.ec_requests import Feature
+from vllm_omni_patch.patches.ec_connector.vllm import recompute, refusals
+from vllm_omni_patch.patches.ec_connector.vllm.items import Load
 
 
 @dataclass

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from ec_requests import Adapter, engine, request
 
-from vllm_omni_patch.patches.ec_connector.connector_scheduler import SchedulerSide
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys
+from support.ec_requests import Adapter, engine, request
+from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys
+from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide
 
 
 @pytest.fixture

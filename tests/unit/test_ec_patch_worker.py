@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from ec_requests import Adapter, Feature, engine, request
 
-from vllm_omni_patch.patches.ec_connector.connector_scheduler import SchedulerSide, StepPlan
-from vllm_omni_patch.patches.ec_connector.connector_worker import Deltas, Report, WorkerSide, agree_over
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load, LoadedAdapters
+from support.ec_requests import Adapter, Feature, engine, request
+from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load, LoadedAdapters
+from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide, StepPlan
+from vllm_omni_patch.patches.ec_connector.vllm.worker import Deltas, Report, WorkerSide, agree_over
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.config import ECConfig  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.engine import ECCacheEngine  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.guard import Lane, Pause, Stuck  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.key import Key, encode_id, stable_u64  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.model import ModelIdentity  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.remote import RemoteTier, shared_folder_path  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.stats import ECStats  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
+from vllm_omni_patch.patches.ec_connector.cache.guard import Lane, Pause, Stuck
+from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.stats import ECStats
+from vllm_omni_patch.patches.ec_connector.storage import entry
+from vllm_omni_patch.patches.ec_connector.storage.key import Key, encode_id, stable_u64
+from vllm_omni_patch.patches.ec_connector.storage.remote import RemoteTier, shared_folder_path
 
 
 class Server:
@@ -51,14 +51,14 @@ class Server:
         self._serve()
         found = self.entries.get(key.path)
         return (
-            None if found is None else format.decode_header(found[0], len(found[0]) + format.declared_payload(found[0]))
+            None if found is None else entry.decode_header(found[0], len(found[0]) + entry.declared_payload(found[0]))
         )
 
     def read(self, key: Key, header: Any) -> memoryview:
         self._serve()
         data = self.entries[key.path][1]
         if len(data) != header.payload:
-            raise format.FormatError("a piece is missing")
+            raise entry.FormatError("a piece is missing")
         return memoryview(bytearray(data))
 
     def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
@@ -75,9 +75,9 @@ def key(mm_hash: str = "id") -> Key:
     return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
 
 
-def entry(mm_hash: str = "id", rows: int = 4) -> tuple[bytes, memoryview]:
+def made_entry(mm_hash: str = "id", rows: int = 4) -> tuple[bytes, memoryview]:
     data = memoryview(bytearray(range(rows * 8 * 2)))
-    return format.encode_header(key(mm_hash), rows, 8, "bfloat16", data, b"{}"), data
+    return entry.encode_header(key(mm_hash), rows, 8, "bfloat16", data, b"{}"), data
 
 
 @pytest.fixture
@@ -102,14 +102,14 @@ def until(condition: Any, seconds: float = 60.0) -> None:
 def test_store_look_up_load_remove(server: Server) -> None:
     tier = tier_on(server)
     assert tier.wait_ready(5)
-    header, payload = entry()
+    header, payload = made_entry()
     assert not tier.contains(key(), None) and tier.load(key(), None) is None
     assert tier.write(key(), header, payload) == "stored"
     assert tier.write(key(), header, payload) == "present"
     assert tier.contains(key(), 4) and not tier.contains(key(), 5)
     loaded = tier.load(key(), 4)
     assert loaded is not None and bytes(loaded[1]) == bytes(payload)
-    longer, longer_payload = entry(rows=7)
+    longer, longer_payload = made_entry(rows=7)
     assert tier.write(key(), longer, longer_payload) == "stored", "another length replaces"
     assert tier.contains(key(), 7)
     assert tier.discard(key()) and not tier.contains(key(), None)
@@ -137,7 +137,7 @@ def test_a_hung_server_costs_one_deadline_then_nothing(server: Server, caplog: p
 def test_it_reconnects_when_the_server_is_back(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     tier = tier_on(server, retry_seconds=0.05)
     assert tier.wait_ready(5)
-    assert tier.write(key(), *entry()) == "stored"
+    assert tier.write(key(), *made_entry()) == "stored"
     server.up = False
     assert not tier.contains(key(), None)
     with caplog.at_level(logging.INFO, "vllm.omni_patch.ec"):
@@ -153,10 +153,10 @@ def test_a_server_that_is_down_at_the_start_is_found_later(server: Server) -> No
     tier = tier_on(server, retry_seconds=0.05)
     assert not tier.wait_ready(5) and not tier.contains(key(), None)
     with pytest.raises(OSError):
-        tier.write(key(), *entry())
+        tier.write(key(), *made_entry())
     server.up = True
     until(lambda: tier.contains(key(), None) is False and tier.wait_ready(1))
-    assert tier.write(key(), *entry()) == "stored" and tier.contains(key(), None)
+    assert tier.write(key(), *made_entry()) == "stored" and tier.contains(key(), None)
     tier.close(1)
 
 
@@ -164,7 +164,7 @@ def test_a_server_that_is_down_at_the_start_is_found_later(server: Server) -> No
 def test_a_damaged_entry_is_a_miss_and_removed(part: str, server: Server) -> None:
     tier = tier_on(server)
     assert tier.wait_ready(5)
-    header, payload = entry()
+    header, payload = made_entry()
     damaged = header[:50] + b"???" + header[53:]
     server.entries[key().path] = (damaged, bytes(payload)) if part == "header" else (header, bytes(payload)[:-1])
     assert tier.load(key(), None) is None
@@ -292,7 +292,7 @@ def test_discard_reaches_the_shared_folder(hosts: Any, tmp_path: Path) -> None:
 def test_a_store_that_the_shared_folder_did_not_take_is_not_counted(hosts: Any, tmp_path: Path) -> None:
     one = hosts("one")
     tier = one._tiers.remote[0]
-    header, payload = entry()
+    header, payload = made_entry()
     assert tier.write(key(), header, payload) == "stored"
     (path,) = (tmp_path / "shared").rglob("*.ec")
     path.unlink()
@@ -324,7 +324,7 @@ def test_a_thread_that_cannot_be_started_is_started_later(
     name: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = tier_on(server, retry_seconds=0.01, lookup_deadline=2.0, load_deadline=2.0, store_deadline=5.0)
-    assert tier.wait_ready(5) and tier.write(key(), *entry()) == "stored"
+    assert tier.wait_ready(5) and tier.write(key(), *made_entry()) == "stored"
     if name in ("ec-remote-connect", "ec-remote"):
         server.up = False
         assert not tier.contains(key(), None)
@@ -350,7 +350,7 @@ def test_without_a_thread_to_connect_a_store_fails_at_once_and_close_ends(
         tier = tier_on(server)
         began = time.monotonic()
         with pytest.raises(OSError):
-            tier.write(key(), *entry())
+            tier.write(key(), *made_entry())
         assert not tier.contains(key(), None)
         tier.close(1)
         assert time.monotonic() - began < 20
@@ -366,7 +366,7 @@ def test_a_connection_that_no_thread_could_drop_is_dropped_before_the_next(
         server.up = False
         assert not tier.contains(key(), None)
     server.up = True
-    until(lambda: tier.write(key(), *entry()) == "stored" if tier.wait_ready(1) else tier.contains(key(), None))
+    until(lambda: tier.write(key(), *made_entry()) == "stored" if tier.wait_ready(1) else tier.contains(key(), None))
     assert server.drops >= 1
     tier.close(1)
 
@@ -380,11 +380,11 @@ def test_no_password_in_messages(server: Server, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.DEBUG, "vllm.omni_patch.ec"):
         tier = RemoteTier(url, server, ECConfig(remote_url=url, retry_seconds=0.01), ECStats("worker"))
         assert tier.wait_ready(5)
-        server.entries[key().path] = (entry()[0], b"")
+        server.entries[key().path] = (made_entry()[0], b"")
         assert tier.load(key(), None) is None
         server.connect = server.header = server.write = refuse  # type: ignore[method-assign,assignment]
         with pytest.raises(OSError, match="no answer from redis://host:1"):
-            tier.write(key(), *entry(), force=True)
+            tier.write(key(), *made_entry(), force=True)
         until(lambda: "no answer" in caplog.text or tier.contains(key(), None))
         tier.close(1)
     assert "redis://host:1" in caplog.text and "SECRET" not in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.ec_connector.staging import Slot, Staging  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.cache.staging import Slot, Staging
 
 PAGE = 4096
 

@@ -17,10 +17,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.folder import Busy  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.key import Key, encode_id, stable_u64  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore  # noqa: E402
+from vllm_omni_patch.patches.ec_connector.storage import entry
+from vllm_omni_patch.patches.ec_connector.storage.files import BadEntry, FileStore
+from vllm_omni_patch.patches.ec_connector.storage.folder import Busy
+from vllm_omni_patch.patches.ec_connector.storage.key import Key, encode_id, stable_u64
 
 MIB = 1 << 20
 BINDING = b"b" * 32
@@ -36,14 +36,14 @@ def content(mm_hash: str, size: int) -> memoryview:
 
 def write(store: FileStore, mm_hash: str, size: int = 2048, rows: int = 4, **options: bool) -> str:
     data = content(mm_hash, size)
-    header = format.encode_header(key(mm_hash), rows, size // rows // 2, "bfloat16", data, b"{}")
+    header = entry.encode_header(key(mm_hash), rows, size // rows // 2, "bfloat16", data, b"{}")
     return store.write(key(mm_hash), header, data, **options)
 
 
 def read(store: FileStore, mm_hash: str, rows: int | None = None) -> bytes | None:
     box: list[bytearray] = []
 
-    def allocate(header: format.Header) -> memoryview:
+    def allocate(header: entry.Header) -> memoryview:
         box.append(bytearray(header.payload))
         return memoryview(box[0])
 
@@ -91,7 +91,7 @@ def test_files_and_folders_are_private(tmp_path: Path) -> None:
 def test_no_id_leaves_the_folder(mm_hash: str, tmp_path: Path) -> None:
     store = opened(tmp_path / "in")
     data = content("z", 64)
-    header = format.encode_header(key(mm_hash), 4, 8, "bfloat16", data, b"{}")
+    header = entry.encode_header(key(mm_hash), 4, 8, "bfloat16", data, b"{}")
     assert store.write(key(mm_hash), header, data) == "stored"
     assert store.contains(key(mm_hash))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -123,11 +123,11 @@ def test_two_ids_with_one_64_bit_value_are_never_confused(tmp_path: Path) -> Non
     first = Key("a", b"a", 7, "bfloat16", BINDING)
     second = Key("b", b"b", 7, "bfloat16", BINDING)
     data = content("a", 64)
-    store.write(first, format.encode_header(first, 4, 8, "bfloat16", data, b"{}"), data)
+    store.write(first, entry.encode_header(first, 4, 8, "bfloat16", data, b"{}"), data)
     assert first.path == second.path
     assert store.contains(first) and not store.contains(second)
     other = content("b", 64)
-    assert store.write(second, format.encode_header(second, 4, 8, "bfloat16", other, b"{}"), other) == "stored"
+    assert store.write(second, entry.encode_header(second, 4, 8, "bfloat16", other, b"{}"), other) == "stored"
     assert store.contains(second) and not store.contains(first)
 
 
@@ -265,8 +265,8 @@ def test_what_is_no_regular_file_is_no_entry(kind: str, tmp_path: Path) -> None:
 
 CRASH = """
 import os, signal, sys
-from vllm_omni_patch.patches.ec_connector.folder import Folder
-from vllm_omni_patch.patches.ec_connector.key import Key
+from vllm_omni_patch.patches.ec_connector.storage.folder import Folder
+from vllm_omni_patch.patches.ec_connector.storage.key import Key
 folder = Folder(sys.argv[1], 64 << 20)
 handle, path = folder.reserve(Key("a", b"a", 1, "bfloat16", b"b" * 32), 1 << 20)
 os.write(handle, b"x" * 1000)
@@ -302,13 +302,13 @@ def test_a_live_writer_s_file_is_left_alone_and_its_key_is_busy(tmp_path: Path) 
     try:
         busy = Key("a", b"a", 1, "bfloat16", BINDING)
         data = content("a", 64)
-        assert store.write(busy, format.encode_header(busy, 4, 8, "bfloat16", data, b"{}"), data) == "busy"
+        assert store.write(busy, entry.encode_header(busy, 4, 8, "bfloat16", data, b"{}"), data) == "busy"
         assert store.folder.usage() == (MIB, 0)
         assert len(os.listdir(store.folder.temporaries)) == 1
     finally:
         process.kill()
         process.wait()
-    assert store.write(busy, format.encode_header(busy, 4, 8, "bfloat16", data, b"{}"), data) == "stored"
+    assert store.write(busy, entry.encode_header(busy, 4, 8, "bfloat16", data, b"{}"), data) == "stored"
     assert store.folder.usage()[0] == on_disk(store)
 
 
@@ -343,7 +343,7 @@ def test_a_file_system_without_locks_still_stores(tmp_path: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.folder.fcntl.flock", refuse)
+    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.storage.folder.fcntl.flock", refuse)
     store = opened(tmp_path)
     assert write(store, "a") == "stored" and read(store, "a") is not None
     assert store.folder.usage()[0] == on_disk(store)

@@ -14,15 +14,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ec_engines import engine_builder  # noqa: E402, F401
-from test_ec_store import MIB, key, on_disk, opened, read, write  # noqa: E402
+from test_ec_store import MIB, key, on_disk, opened, read, write
 
-from vllm_omni_patch.patches.ec_connector import folder as folder_module  # noqa: E402
-from vllm_omni_patch.patches.ec_connector import format  # noqa: E402
-from vllm_omni_patch.patches.ec_connector import store as store_module  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.folder import Busy  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.store import BadEntry, FileStore  # noqa: E402
-from vllm_omni_patch.patches.ec_connector.tiers import FileTier  # noqa: E402
+from support.ec_engines import engine_builder  # noqa: F401
+from vllm_omni_patch.patches.ec_connector.cache.tiers import FileTier
+from vllm_omni_patch.patches.ec_connector.storage import entry
+from vllm_omni_patch.patches.ec_connector.storage import files as store_module
+from vllm_omni_patch.patches.ec_connector.storage import folder as folder_module
+from vllm_omni_patch.patches.ec_connector.storage.files import BadEntry, FileStore
+from vllm_omni_patch.patches.ec_connector.storage.folder import Busy
 
 
 @pytest.fixture
@@ -271,19 +271,19 @@ def test_a_sparse_file_does_not_decide_what_is_allocated(tmp_path: Path) -> None
     write(store, "a")
     path = os.path.join(store.folder.root, key("a").path)
     rows, columns = 1 << 33, 64
-    size = format.header_length(Path(path).read_bytes())
-    body = format._FIXED.pack(
-        *(format.MAGIC, 1, size, rows, columns, rows * columns * 2, 0.0, 1, 2),
+    size = entry.header_length(Path(path).read_bytes())
+    body = entry._FIXED.pack(
+        *(entry.MAGIC, 1, size, rows, columns, rows * columns * 2, 0.0, 1, 2),
         *(b"bfloat16", key("a").binding, b"\0" * 32, b"\0" * 32),
     )
     body += b"a{}"
-    Path(path).write_bytes((body + format._check(body)).ljust(size, b"\0"))
+    Path(path).write_bytes((body + entry._check(body)).ljust(size, b"\0"))
     os.truncate(path, size + rows * columns * 2)
     with pytest.raises(BadEntry, match="impossible payload"):
         store.contains(key("a"))
 
 
 def test_a_payload_above_the_most_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format, "MAX_PAYLOAD", 63)
-    with pytest.raises(format.FormatError, match="are not stored"):
-        format.encode_header(key("a"), 4, 8, "bfloat16", memoryview(bytearray(64)), b"{}")
+    monkeypatch.setattr(entry, "MAX_PAYLOAD", 63)
+    with pytest.raises(entry.FormatError, match="are not stored"):
+        entry.encode_header(key("a"), 4, 8, "bfloat16", memoryview(bytearray(64)), b"{}")

@@ -15,7 +15,7 @@ pytest.importorskip("prometheus_client")
 
 from vllm_omni_patch.patches.ec_connector import stats
 
-PLACE = os.path.dirname(os.path.abspath(__file__))
+TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENGINES, RANKS = 2, 2
 # Every process is a fork of one that has imported what they need; the servers run no engine. Each of the two engines
 # has a scheduler and two ranks. Each rank loads 4 sound items, one that is damaged and one that nobody stored, and then
@@ -25,11 +25,11 @@ import os, sys, time, traceback
 from pathlib import Path
 import torch, torch.distributed as dist
 import prometheus_client
-from ec_requests import engine
+from support.ec_requests import engine
 from vllm_omni_patch import exposition, metrics
-from vllm_omni_patch.patches.ec_connector.connector_scheduler import StepPlan
-from vllm_omni_patch.patches.ec_connector.connector_worker import WorkerSide, agree_over
-from vllm_omni_patch.patches.ec_connector.items import ItemKeys, Load
+from vllm_omni_patch.patches.ec_connector.vllm.scheduler import StepPlan
+from vllm_omni_patch.patches.ec_connector.vllm.worker import WorkerSide, agree_over
+from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load
 
 folder, engines, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 SOUND, BAD = ["a", "b", "c", "d"], ["damaged", "missing"]
@@ -129,7 +129,7 @@ say("end")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, float]]]:
     """The samples that two API servers show."""
     folder = tmp_path_factory.mktemp("deployment")
-    env = {**os.environ, "VLLM_OMNI_PATCH_RUN_DIR": str(folder / "run"), "PYTHONPATH": PLACE, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "VLLM_OMNI_PATCH_RUN_DIR": str(folder / "run"), "PYTHONPATH": TESTS, "OMP_NUM_THREADS": "1"}
     (folder / "run").mkdir(mode=0o700)
     command = [sys.executable, "-c", DEPLOYMENT, str(folder), str(ENGINES), str(RANKS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)

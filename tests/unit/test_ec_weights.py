@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from vllm_omni_patch.patches.ec_connector.weights import WeightsSample
+from vllm_omni_patch.patches.ec_connector.vllm.weights import WeightsSample
 
 
 class Tower(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.model_local_kv.families import mimo_audio, minicpm_o, qwen3_tts  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVSpec, RowDriver, collecting  # noqa: E402
+from vllm_omni_patch.patches.model_local_kv.families import mimo_audio, minicpm_o, qwen3_tts
+from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVSpec, RowDriver, collecting
 
 
 def ask(declare: Any, owner: Any, config: Any = None) -> tuple[list[ModelLocalKVSpec], list[tuple[str, str]]]:

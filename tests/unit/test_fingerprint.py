@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_omni_patch
-from vllm_omni_patch.fingerprint import fingerprint
-from vllm_omni_patch.views import Missing
+from vllm_omni_patch.code.fingerprint import fingerprint
+from vllm_omni_patch.code.views import Missing
 
 ROOT = Path(vllm_omni_patch.__file__).resolve().parent.parent
 
@@ -149,9 +149,9 @@ def test_two_strings_have_one_fingerprint_only_if_equal(one, other):
 # object agree about attributes: the byte code that the live view reads is another in each Python.
 PROBE = """
 import importlib, json, sys
-from vllm_omni_patch.fingerprint import fingerprint
-from vllm_omni_patch.live import LiveView, source_text
-from vllm_omni_patch.source import SourceView
+from vllm_omni_patch.code.fingerprint import fingerprint
+from vllm_omni_patch.code.live import LiveView, source_text
+from vllm_omni_patch.code.source import SourceView
 text = sys.stdin.read()
 names = ["Owner", "Owner.method", "Owner.other", "function"]
 differ, asked = [], 0

@@ -7,8 +7,10 @@ import json
 
 import pytest
 
-from vllm_omni_patch import discover, flags, flags_text
+from vllm_omni_patch import flags
+from vllm_omni_patch.commands import flags_table
 from vllm_omni_patch.flags import Flag, FlagError, Removed, read, removed_in
+from vllm_omni_patch.loading import discover
 
 
 @pytest.mark.parametrize(
@@ -60,9 +62,9 @@ def test_every_declared_setting_has_our_prefix_or_is_upstreams_and_is_explained(
 
 def test_the_table_says_the_same_in_every_format() -> None:
     rows = list(flags.CORE)
-    listed = json.loads(flags_text.as_json(rows))
-    markdown = flags_text.markdown(rows)
-    text = flags_text.text(rows)
+    listed = json.loads(flags_table.as_json(rows))
+    markdown = flags_table.markdown(rows)
+    text = flags_table.text(rows)
     assert [row["name"] for row in listed] == [row.name for row in rows]
     for row in rows:
         assert f"| `{row.name}` | {row.type} |" in markdown

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_patch.patches.available_memory.gpu import (
+from vllm_omni_patch.patches.available_memory.gpu.budget import (
     NON_TORCH_ALLOWANCE,
     UNIFIED_RESERVE,
     Baseline,
@@ -23,7 +23,7 @@ from vllm_omni_patch.patches.available_memory.gpu import (
     trust,
     unified_limit,
 )
-from vllm_omni_patch.patches.available_memory.nvml import Reading
+from vllm_omni_patch.patches.available_memory.gpu.nvml import Reading
 
 GIB = 1 << 30
 UNKNOWN = Reading.unknown("not listed")

@@ -29,19 +29,21 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from gpu_card import GIB, Card, Runner, stand_in_torch
-from nvml_library import NvmlLibrary
 from packaging.version import Version
 
 import vllm_omni_patch
-from vllm_omni_patch import ledger, releases
-from vllm_omni_patch.apply import install, remove
-from vllm_omni_patch.patches.available_memory import PATCH, report
+from support.gpu_card import GIB, Card, Runner, stand_in_torch
+from support.nvml_library import NvmlLibrary
+from vllm_omni_patch import ledger
+from vllm_omni_patch.code import releases
+from vllm_omni_patch.loading.apply import install, remove
+from vllm_omni_patch.patches.available_memory import PATCH
+from vllm_omni_patch.patches.available_memory.report import report
 
-pytest_plugins = ["nvml_library"]
+pytest_plugins = ["support.nvml_library"]
 pytestmark = pytest.mark.slow
 
-LISTED = json.loads((Path(vllm_omni_patch.__file__).parent / "matrix.json").read_text())["releases"]
+LISTED = json.loads((Path(vllm_omni_patch.__file__).parent / "matrix" / "matrix.json").read_text())["releases"]
 VLLM = LISTED["vllm"]
 OMNI = [number for number in LISTED["vllm-omni"] if Version(number) >= Version("0.16")]
 STRANGER = 546113

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_patch.patches.available_memory.budget import GIB
 from vllm_omni_patch.patches.available_memory.host import host_memory
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB
 
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"

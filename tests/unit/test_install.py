@@ -93,7 +93,11 @@ def test_the_archives_hold_what_they_should(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= FILES
-    assert {"vllm_omni_patch/matrix.json", "vllm_omni_patch/py.typed", "vllm_omni_patch/patches/__init__.py"} <= names
+    assert {
+        "vllm_omni_patch/matrix/matrix.json",
+        "vllm_omni_patch/py.typed",
+        "vllm_omni_patch/patches/__init__.py",
+    } <= names
     packages = {path.parent.relative_to(ROOT / "patches") for path in (ROOT / "patches").rglob("__init__.py")}
     assert {f"vllm_omni_patch/patches/{path}/__init__.py".replace("/./", "/") for path in packages} <= names
     assert not [name for name in names if name.startswith(("patches/", "tests/", "startup_files/"))]

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_house import STATES, House
+
+from support.fake_house import STATES, House
 
 LOAD = "vllm.worker:Worker.load"
 APPLIED = {LOAD: ["applied", ""]}

@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni_patch import ahead, discover, flags, matrix, matrix_text, table
-from vllm_omni_patch.contract import fingerprint
+from vllm_omni_patch import flags
+from vllm_omni_patch.code.contract import fingerprint
+from vllm_omni_patch.loading import discover
+from vllm_omni_patch.matrix import forecast, judge, table, table_text
+from vllm_omni_patch.matrix.table import LiveRow, Row, Table
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
-from vllm_omni_patch.table import LiveRow, Row, Table
 
 CODE = "class Worker:\n    def load(self, name, size=1):\n        self.loaded = name\n        return size\n"
 OTHER = CODE.replace("return size", "return size + 1")
@@ -72,7 +74,7 @@ def patch(folder: Path, rows=ROWS, text: str | None = None, **changes) -> Patch:
 
 def decide(folder, release, text=CODE, **changes):
     declared = patch(folder, **changes)
-    return matrix.decide(declared, declared.targets[0], release, module(folder, text))
+    return judge.decide(declared, declared.targets[0], release, module(folder, text))
 
 
 @pytest.mark.parametrize("release", ["0.12.0", "0.12", "0.12.0+cpu", "0.12.0+cu129", "0.12.0+empty"])
@@ -175,9 +177,9 @@ def test_a_module_without_text_has_no_fingerprint(tmp_path):
     made = module(tmp_path)
     Path(made.__file__).unlink()
     declared = patch(tmp_path)
-    assert matrix.live_fingerprint(made, "Worker.load") == ""
-    assert matrix.decide(declared, declared.targets[0], "0.15.0", made).verdict == "unlisted"
-    assert matrix.decide(declared, declared.targets[0], "0.12.0", made).apply
+    assert judge.live_fingerprint(made, "Worker.load") == ""
+    assert judge.decide(declared, declared.targets[0], "0.15.0", made).verdict == "unlisted"
+    assert judge.decide(declared, declared.targets[0], "0.12.0", made).apply
 
 
 def test_only_code_on_which_the_target_applied_is_trusted(tmp_path):
@@ -200,25 +202,25 @@ def test_an_unreadable_matrix_lists_nothing_and_says_so(tmp_path, text, monkeypa
     declared = patch(tmp_path, text=text)
     made = module(tmp_path)
     for _ in range(3):
-        decision = matrix.decide(declared, declared.targets[0], "0.12.0", made)
+        decision = judge.decide(declared, declared.targets[0], "0.12.0", made)
     assert (decision.verdict, decision.apply) == ("unlisted", False)
     assert declared.matrix in decision.reason
     assert "matrix --update" in decision.reason
     assert len([r for r in caplog.records if declared.matrix in r.getMessage()]) == 1
     monkeypatch.setenv(flags.UNLISTED.name, "apply")
-    assert matrix.decide(declared, declared.targets[0], "0.12.0", made).apply
+    assert judge.decide(declared, declared.targets[0], "0.12.0", made).apply
 
 
 def test_a_missing_matrix_is_the_same(tmp_path):
     declared = dataclasses.replace(patch(tmp_path), matrix=str(tmp_path / "nowhere.json"))
-    decision = matrix.decide(declared, declared.targets[0], "0.12.0", module(tmp_path))
+    decision = judge.decide(declared, declared.targets[0], "0.12.0", module(tmp_path))
     assert (decision.verdict, decision.apply) == ("unlisted", False)
     assert "There is no matrix file" in decision.reason and "nowhere.json yet" in decision.reason
 
 
 def test_a_target_without_rows_is_told_apart_from_a_new_release(tmp_path):
     declared = patch(tmp_path, rows=[])
-    decision = matrix.decide(declared, declared.targets[0], "0.12.0", module(tmp_path))
+    decision = judge.decide(declared, declared.targets[0], "0.12.0", module(tmp_path))
     assert (decision.verdict, decision.apply) == ("unlisted", False)
     assert "no row for this target" in decision.reason
 
@@ -314,10 +316,10 @@ def test_evidence_holds_for_the_code_that_was_run(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
     proofs = {}
     for name in files:
-        monkeypatch.setattr(ahead, "module_file", lambda module, name=name: str(tmp_path / f"{name}.py"))
-        proofs[name] = ahead.evidence(demo, demo.targets[0], "0.12.0").proof
+        monkeypatch.setattr(forecast, "module_file", lambda module, name=name: str(tmp_path / f"{name}.py"))
+        proofs[name] = forecast.evidence(demo, demo.targets[0], "0.12.0").proof
     assert proofs == {"same": "live (cpu)", "other": "static"}
-    assert ahead.evidence(demo, demo.targets[0], "0.99.0").proof == "static"
+    assert forecast.evidence(demo, demo.targets[0], "0.99.0").proof == "static"
 
 
 def test_a_file_of_runs_that_is_no_list_is_named(tmp_path):
@@ -351,17 +353,17 @@ def test_the_page(tmp_path):
         LiveRow("vllm", "0.11.0", "demo", True, (LOAD,)),
         LiveRow("vllm", "0.12.0", "demo", True, (LOAD,), (LOAD,), (LOAD,), "cuda"),
     ]
-    text = matrix_text.markdown_table(table.with_live(Table(ROWS), proof))
+    text = table_text.markdown_table(table.with_live(Table(ROWS), proof))
     assert text.splitlines()[2] == (
         "| demo | `Worker.load` in `vllm.worker` | vllm "
         "| 0.11.0 to 0.12.0 | 0.14.0 | 0.13.0 | 0.10.0 | 0.11.0 (cpu) | 0.12.0 (cuda) |"
     )
-    page = f"before\n{matrix_text.BEGIN}\nold\n{matrix_text.END}\nafter\n"
-    once = matrix_text.with_table(page, Table(ROWS))
+    page = f"before\n{table_text.BEGIN}\nold\n{table_text.END}\nafter\n"
+    once = table_text.with_table(page, Table(ROWS))
     assert "old" not in once and once.startswith("before\n") and once.endswith("\nafter\n")
-    assert matrix_text.with_table(once, Table(ROWS)) == once
+    assert table_text.with_table(once, Table(ROWS)) == once
     with pytest.raises(ValueError, match="matrix: end"):
-        matrix_text.with_table("no markers", Table(ROWS))
+        table_text.with_table("no markers", Table(ROWS))
 
 
 # -- what is shipped

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_omni_patch import ledger
-from vllm_omni_patch.patches.available_memory import report
-from vllm_omni_patch.patches.available_memory.advice import utilization_for
-from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input
+from vllm_omni_patch.patches.available_memory.report import report
+from vllm_omni_patch.patches.available_memory.report.advice import utilization_for
+from vllm_omni_patch.patches.available_memory.report.report import BudgetReport, Input
 
 GIB = 1 << 30
 RESERVE = "VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV=1"

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_omni_patch import ledger, metrics
-from vllm_omni_patch.patches.available_memory import picture, report
 from vllm_omni_patch.patches.available_memory.cli import app
-from vllm_omni_patch.patches.available_memory.report import BudgetReport, Input, emit
+from vllm_omni_patch.patches.available_memory.report import picture, report
+from vllm_omni_patch.patches.available_memory.report.report import BudgetReport, Input, emit
 
 GIB = 1 << 30
 

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch import ledger, matrix, metrics
-from vllm_omni_patch.apply import Refused, install, remove
-from vllm_omni_patch.contract import check_live, check_source
-from vllm_omni_patch.patches.available_memory import PATCH, explain, explain_cpu, hooks, report
+from vllm_omni_patch import ledger, metrics
+from vllm_omni_patch.code.contract import check_live, check_source
+from vllm_omni_patch.loading.apply import Refused, install, remove
+from vllm_omni_patch.matrix import judge
+from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
+from vllm_omni_patch.patches.available_memory.cpu import explain_cpu
 from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory, host_memory
+from vllm_omni_patch.patches.available_memory.report import report
 
 TARGETS = {target.name: target for target in PATCH.targets}
 GPU = TARGETS["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"]
@@ -75,7 +78,7 @@ def test_an_unknown_release_of_unknown_code_is_skipped(
     monkeypatch.delenv("VLLM_OMNI_PATCH_UNLISTED", raising=False)
     name = target.qualname.split(".")[0]
     module = module_of(tmp_path, SOURCE.replace("class Worker", f"class {name}"))
-    decision = matrix.decide(PATCH, target, release, module)
+    decision = judge.decide(PATCH, target, release, module)
     assert decision.verdict == "unlisted" and not decision.apply, decision
 
 

@@ -11,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch import apply  # noqa: E402
-from vllm_omni_patch.patches.available_memory import PATCH, explain_cpu, hooks, weights  # noqa: E402
+from vllm_omni_patch.loading import apply
+from vllm_omni_patch.patches.available_memory import PATCH, hooks
+from vllm_omni_patch.patches.available_memory.cpu import explain_cpu, weights
 
 SIZE = 64 * 64 * 4
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_house import House
 
-from vllm_omni_patch import exposition, metrics, numbers, processes, shared_folder
+from support.fake_house import House
+from vllm_omni_patch import metrics
+from vllm_omni_patch.commands import processes
+from vllm_omni_patch.telemetry import exposition, numbers, shared_folder
 
 prometheus = pytest.importorskip("prometheus_client")
 

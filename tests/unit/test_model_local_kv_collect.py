@@ -10,18 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.model_local_kv import specs  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.collect import (  # noqa: E402
-    collect,
-    collect_model_local_kv_specs,
-    modules,
-    unwrap,
-)
-from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    RowDriver,
-)
+from vllm_omni_patch.patches.model_local_kv import specs
+from vllm_omni_patch.patches.model_local_kv.collect import collect, collect_model_local_kv_specs, modules, unwrap
+from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, ModelLocalKVSpec, RowDriver
 
 
 def spec(name: str = "cache", **changes: Any) -> ModelLocalKVSpec:

@@ -15,11 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
-from test_model_local_kv_hooks import Base, Decoder, process  # noqa: E402, F401
+from test_model_local_kv_hooks import Base, Decoder, process  # noqa: F401
 
-from vllm_omni_patch import flags  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv import hooks, watch  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL  # noqa: E402
+from vllm_omni_patch import flags
+from vllm_omni_patch.patches.model_local_kv import hooks
+from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL
+from vllm_omni_patch.patches.model_local_kv.observe import watch
 
 ROW = 2 * 256 * 1024 * 2
 

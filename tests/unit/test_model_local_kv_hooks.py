@@ -16,16 +16,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch import apply, contract, flags, ledger  # noqa: E402
-from vllm_omni_patch.patch import Target  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, observe, report, watch  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
-    ModelLocalKVScope,
-    ModelLocalKVSpec,
-    RowDriver,
-)
-from vllm_omni_patch.patches.model_local_kv.uses import CACHE  # noqa: E402
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.code import contract
+from vllm_omni_patch.loading import apply
+from vllm_omni_patch.patch import Target
+from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report
+from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
+from vllm_omni_patch.patches.model_local_kv.observe import observe, watch
+from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, ModelLocalKVSpec, RowDriver
+from vllm_omni_patch.patches.model_local_kv.uses import CACHE
 
 MIB = 1 << 20
 LOAD_MODEL = "vllm_omni_patch.patches.model_local_kv.hooks:install_load_model"

@@ -18,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
-from vllm_omni_patch.patches.model_local_kv.measure import measure  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.observe import Observer  # noqa: E402
+from vllm_omni_patch.patches.model_local_kv.observe.measure import measure
+from vllm_omni_patch.patches.model_local_kv.observe.observe import Observer
 
 HEADS, SIZE = 2, 8
 

@@ -12,14 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch import ledger, metrics  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv import report  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.charge import Engine  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.collect import collect  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.observe import Peak  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.reconcile import Assignment, Group, reconcile  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.report import Load  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
+from vllm_omni_patch import ledger, metrics
+from vllm_omni_patch.patches.model_local_kv import report
+from vllm_omni_patch.patches.model_local_kv.charge import Engine
+from vllm_omni_patch.patches.model_local_kv.collect import collect
+from vllm_omni_patch.patches.model_local_kv.observe.observe import Peak
+from vllm_omni_patch.patches.model_local_kv.observe.reconcile import Assignment, Group, reconcile
+from vllm_omni_patch.patches.model_local_kv.report import Load
+from vllm_omni_patch.patches.model_local_kv.specs import (
     ModelLocalKVScope,
     ModelLocalKVSpec,
     Residency,
@@ -275,7 +275,7 @@ def test_a_collection_that_failed_counted_nothing() -> None:
 
 
 def test_what_is_not_known_any_more_has_no_sample_on_the_page() -> None:
-    from vllm_omni_patch import exposition
+    from vllm_omni_patch.telemetry import exposition
 
     one = load(spec("page"))
     group = Group("decoder", ("page",))

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.model_local_kv.measure import measure  # noqa: E402
-from vllm_omni_patch.patches.model_local_kv.specs import (  # noqa: E402
+from vllm_omni_patch.patches.model_local_kv.observe.measure import measure
+from vllm_omni_patch.patches.model_local_kv.specs import (
     HasModelLocalKV,
     ModelLocalKVScope,
     ModelLocalKVSpec,

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.available_memory.budget import GIB, BelowMinimumError  # noqa: E402
-from vllm_omni_patch.patches.available_memory.neuron import (  # noqa: E402
+from vllm_omni_patch.patches.available_memory.neuron.budget import (
     LaidOut,
     WorkerView,
     decide,
     read_settings,
     usable_stats,
 )
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB, BelowMinimumError
 
 MIB = 1 << 20
 CAP = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"

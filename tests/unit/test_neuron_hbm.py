@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_omni_patch.patches.available_memory.budget import GIB
-from vllm_omni_patch.patches.available_memory.neuron_hbm import device_core_hbm, static_core_hbm
+from vllm_omni_patch.patches.available_memory.neuron.hbm import device_core_hbm, static_core_hbm
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB
 
 SNAP_BYTES = 64 << 20
 

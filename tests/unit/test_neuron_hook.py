@@ -14,17 +14,20 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import neuron_plugin
 import pytest
+
+from support import neuron_plugin
 
 torch = pytest.importorskip("torch")
 
-from neuron_plugin import configs, lay, runtime_of  # noqa: E402
-
-from vllm_omni_patch import apply, layers, matrix  # noqa: E402
-from vllm_omni_patch.patches.available_memory import PATCH, hooks_neuron, neuron_releases, report  # noqa: E402
-from vllm_omni_patch.patches.available_memory.budget import GIB  # noqa: E402
-from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS  # noqa: E402
+from support.neuron_plugin import configs, lay, runtime_of
+from vllm_omni_patch.loading import apply, wrappers
+from vllm_omni_patch.matrix import judge
+from vllm_omni_patch.patches.available_memory import PATCH
+from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS
+from vllm_omni_patch.patches.available_memory.neuron import hooks, releases
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB
+from vllm_omni_patch.patches.available_memory.report import report
 
 OLD, NEW = (target for target in PATCH.targets if target.distribution == "vllm-neuron")
 LAYOUTS = [neuron_plugin.FREE_OR_20_GIB, neuron_plugin.TWO_BRANCHES]
@@ -64,7 +67,7 @@ def load(folder: Path, source: str, path: str = neuron_plugin.OLD_PATH) -> Modul
 
 def hooked(folder: Path, source: str) -> ModuleType:
     module = load(folder, source)
-    assert matrix.decide(PATCH, OLD, None, module).apply
+    assert judge.decide(PATCH, OLD, None, module).apply
     apply.install(PATCH, OLD, module, lambda: None)
     return module
 
@@ -271,7 +274,7 @@ def test_helpers_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
 
 def test_the_newer_layout_is_left_alone(tmp_path: Path) -> None:
     module = load(tmp_path, neuron_plugin.NATIVE, neuron_plugin.NEW_PATH)
-    decision = matrix.decide(PATCH, NEW, "0.21.0.1.0.0", module)
+    decision = judge.decide(PATCH, NEW, "0.21.0.1.0.0", module)
     assert (decision.verdict, decision.apply) == ("native", False)
     with pytest.raises(RuntimeError, match="computes its own KV budget"):
         apply.install(PATCH, NEW, module, lambda: None)
@@ -281,30 +284,30 @@ def test_the_newer_layout_is_left_alone(tmp_path: Path) -> None:
 def test_the_newer_path_is_native_whatever_its_helpers_are_called(tmp_path: Path) -> None:
     source = neuron_plugin.NATIVE.replace("_compute_kv_budget", "_plan").replace("_get_kv_cap_fraction", "_fraction")
     module = load(tmp_path, source, neuron_plugin.NEW_PATH)
-    assert matrix.decide(PATCH, NEW, "0.29.0.1.2.0", module).verdict == "native"
+    assert judge.decide(PATCH, NEW, "0.29.0.1.2.0", module).verdict == "native"
     with pytest.raises(RuntimeError, match="by its path"):
         apply.install(PATCH, NEW, module, lambda: None)
 
 
 def test_a_backport_in_the_old_layout_is_native(tmp_path: Path) -> None:
     module = load(tmp_path, neuron_plugin.NATIVE)
-    assert matrix.decide(PATCH, OLD, "0.5.1", module).verdict == "native"
+    assert judge.decide(PATCH, OLD, "0.5.1", module).verdict == "native"
 
 
 @pytest.mark.parametrize("release", [None, "dev", "0.1.0", "0.5.1", "0.21.0.1.0.0", "9.9.9"])
 def test_the_release_number_decides_nothing(tmp_path: Path, release: str | None) -> None:
     old = load(tmp_path / "old", neuron_plugin.FREE_OR_20_GIB)
-    assert matrix.decide(PATCH, OLD, release, old).apply
+    assert judge.decide(PATCH, OLD, release, old).apply
     for name in [name for name in sys.modules if name.startswith("vllm_neuron")]:
         del sys.modules[name]
     new = load(tmp_path / "new", neuron_plugin.NATIVE, neuron_plugin.NEW_PATH)
-    assert matrix.decide(PATCH, NEW, release, new).verdict == "native"
+    assert judge.decide(PATCH, NEW, release, new).verdict == "native"
 
 
 def test_unlisted_skip_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load(tmp_path, neuron_plugin.FREE_OR_20_GIB)
     monkeypatch.setenv("VLLM_OMNI_PATCH_UNLISTED", "skip")
-    assert not matrix.decide(PATCH, OLD, "9.9.9", module).apply
+    assert not judge.decide(PATCH, OLD, "9.9.9", module).apply
 
 
 @pytest.mark.parametrize(
@@ -318,7 +321,7 @@ def test_unlisted_skip_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_a_drifted_worker_is_left_alone(tmp_path: Path, change: tuple[str, str], reason: str | None) -> None:
     module = load(tmp_path, neuron_plugin.FREE_OR_20_GIB.replace(*change))
-    decision = matrix.decide(PATCH, OLD, "0.5.1", module)
+    decision = judge.decide(PATCH, OLD, "0.5.1", module)
     if reason is None:  # still inherited from a base of the same module
         assert decision.apply
         return
@@ -329,7 +332,7 @@ def test_a_second_install_is_refused(tmp_path: Path, device: Any) -> None:
     module = hooked(tmp_path, neuron_plugin.TWO_BRANCHES)
     with pytest.raises(apply.Refused, match="already holds"):
         apply.install(PATCH, OLD, module, lambda: None)
-    assert layers.depth(vars(module.NeuronWorker)["determine_available_memory"], PATCH.name) == 1
+    assert wrappers.depth(vars(module.NeuronWorker)["determine_available_memory"], PATCH.name) == 1
     assert worker_of(module).determine_available_memory() == 6_957_847_019
 
 
@@ -338,7 +341,7 @@ def test_every_published_release_has_one_verdict_per_layout() -> None:
     for old, new in zip(OLD.documented, NEW.documented, strict=True):
         assert (old.verdict, new.verdict) in {("applies", "absent"), ("absent", "native")}
         assert old.reason and new.reason
-    assert (OLD.module, NEW.module) == (neuron_releases.OLD_MODULE, neuron_releases.NEW_MODULE)
+    assert (OLD.module, NEW.module) == (releases.OLD_MODULE, releases.NEW_MODULE)
 
 
 # -- failures in our own code
@@ -373,8 +376,8 @@ def test_a_failing_log_handler_does_not_change_the_number(
             raise OSError("the disk is full")
 
     module = hooked(tmp_path, neuron_plugin.TWO_BRANCHES)
-    monkeypatch.setattr(hooks_neuron.logger, "handlers", [Broken()])
-    monkeypatch.setattr(hooks_neuron.logger, "level", logging.DEBUG)
+    monkeypatch.setattr(hooks.logger, "handlers", [Broken()])
+    monkeypatch.setattr(hooks.logger, "level", logging.DEBUG)
     assert worker_of(module).determine_available_memory() == 6_957_847_019
 
 
@@ -400,15 +403,15 @@ def test_a_failing_log_handler_does_not_change_the_number(
     ],
 )
 def test_workers_and_replicas_of_a_host(parallel: dict[str, Any], workers: int, replicas: int) -> None:
-    view = hooks_neuron.view_of(SimpleNamespace(**configs(parallel=parallel)))
+    view = hooks.view_of(SimpleNamespace(**configs(parallel=parallel)))
     assert (view.local_workers, view.replicas) == (workers, replicas)
 
 
 def test_a_drafter_is_seen_and_its_absence_is_ordinary() -> None:
     attributes = configs(model=weights(8))
-    assert hooks_neuron.view_of(SimpleNamespace(**attributes)).drafter is None
+    assert hooks.view_of(SimpleNamespace(**attributes)).drafter is None
     attributes["model_runner"].drafter = SimpleNamespace(model=(drafter := weights(8)))
-    assert hooks_neuron.view_of(SimpleNamespace(**attributes)).drafter is drafter
+    assert hooks.view_of(SimpleNamespace(**attributes)).drafter is drafter
 
 
 def spec(name: str, block_size: int, page: int) -> Any:
@@ -462,7 +465,7 @@ SCRIPT = """
 import sys, json
 sys.path[:0] = [{tests!r}, {folder!r}]
 import torch
-from neuron_plugin import configs, runtime_of
+from support.neuron_plugin import configs, runtime_of
 torch.classes.neuron = runtime_of((11 << 30, 13 << 30))
 import {module} as plugin
 model = torch.nn.Module()
@@ -478,7 +481,7 @@ print(json.dumps([number, states]))
 
 def run_process(folder: Path, source: str, path: str, version: str | None, flag: str | None) -> tuple[int, Any]:
     module = lay(folder, source, path, version)
-    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder), module=module)
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(folder), module=module)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "NEURON_"))}
     if flag is not None:
         environ["VLLM_OMNI_PATCH"] = flag

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_patch.patches.available_memory.neuron import LaidOut
-from vllm_omni_patch.patches.available_memory.neuron_laid_out import laid_out
+from vllm_omni_patch.patches.available_memory.neuron.budget import LaidOut
+from vllm_omni_patch.patches.available_memory.neuron.laid_out import laid_out
 
 BLOCK = 16 << 20
 

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from vllm_omni_patch.patches.available_memory.neuron_model import model_bytes, tensor_bytes  # noqa: E402
+from vllm_omni_patch.patches.available_memory.neuron.model import model_bytes, tensor_bytes
 
 
 class Toy(nn.Module):

@@ -20,14 +20,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import neuron_plugin  # noqa: E402
-from neuron_plugin import configs, runtime_of  # noqa: E402
-
-from vllm_omni_patch import apply  # noqa: E402
-from vllm_omni_patch.patches.available_memory import PATCH, neuron_record  # noqa: E402
-from vllm_omni_patch.patches.available_memory.budget import GIB  # noqa: E402
-from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS  # noqa: E402
-from vllm_omni_patch.patches.available_memory.neuron_record import SidesDifferError  # noqa: E402
+from support import neuron_plugin
+from support.neuron_plugin import configs, runtime_of
+from vllm_omni_patch.loading import apply
+from vllm_omni_patch.patches.available_memory import PATCH
+from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS
+from vllm_omni_patch.patches.available_memory.neuron import record
+from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB
+from vllm_omni_patch.patches.available_memory.neuron.record import SidesDifferError
 
 OLD = next(target for target in PATCH.targets if target.distribution == "vllm-neuron")
 CAP = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"
@@ -66,7 +66,7 @@ class Sides:
         return self._start(environ or {}, more)
 
     def files(self, side: str = "") -> list[Path]:
-        return sorted(self.folder.glob(f"{neuron_record.PREFIX}-*-{side.replace(' ', '-') or '*'}-*.json"))
+        return sorted(self.folder.glob(f"{record.PREFIX}-*-{side.replace(' ', '-') or '*'}-*.json"))
 
 
 @pytest.fixture
@@ -94,14 +94,14 @@ def warned(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 def test_equal_sides_start_and_leave_what_they_assumed(sides: Sides, caplog: pytest.LogCaptureFixture) -> None:
     assert sides.compile_host() == sides.device() == 3317
-    (record,) = sides.files("compile host")
-    data = json.loads(record.read_text())
+    (path,) = sides.files("compile host")
+    data = json.loads(path.read_text())
     assert (data["side"], data["blocks"], data["total"]) == ("compile host", 3317, FULL)
     made_of = data["settings"]
     assert (made_of["cap_fraction"], made_of["gpu_memory_utilization"], made_of["platform"]) == (0.3, 0.9, "trn2")
     assert (made_of["weights"], made_of["policy"], made_of["block"]) == (GIB, "cap", BLOCK)
     assert len(sides.files("device")) == 1
-    assert f"those of the other side in {record}" in caplog.text
+    assert f"those of the other side in {path}" in caplog.text
     assert not warned(caplog, "")
 
 
@@ -317,7 +317,7 @@ def test_a_comparison_that_breaks_does_not_stop_the_worker(
     def broken(*args: Any) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(neuron_record, "exchange", broken)
+    monkeypatch.setattr(record, "exchange", broken)
     assert sides.device() == 3317
     assert len(warned(caplog, "were not compared (ZeroDivisionError: ours)")) == 1
 
@@ -328,16 +328,16 @@ def test_a_comparison_that_breaks_does_not_stop_the_worker(
 def test_where_the_programs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     artifacts, cache = "NEURON_COMPILED_ARTIFACTS", "NEURON_COMPILE_CACHE_URL"
-    assert neuron_record.place("org/model", {artifacts: "/a", cache: "/b"}) == "/a"
-    assert neuron_record.place("org/model", {cache: "file:///b"}) == "/b"
-    assert neuron_record.place("org/model", {cache: "s3://b/c"}) == "s3://b/c"
-    assert neuron_record.place("org/model", {}) == ""
+    assert record.place("org/model", {artifacts: "/a", cache: "/b"}) == "/a"
+    assert record.place("org/model", {cache: "file:///b"}) == "/b"
+    assert record.place("org/model", {cache: "s3://b/c"}) == "s3://b/c"
+    assert record.place("org/model", {}) == ""
     (tmp_path / "local-models/org/model/neuron-compiled-artifacts").mkdir(parents=True)
-    assert neuron_record.place("org/model", {}) == "local-models/org/model/neuron-compiled-artifacts"
+    assert record.place("org/model", {}) == "local-models/org/model/neuron-compiled-artifacts"
     model = tmp_path / "model"
     (model / "neuron-compiled-artifacts").mkdir(parents=True)
-    assert neuron_record.place(str(model), {}) == str(model / "neuron-compiled-artifacts")
-    assert neuron_record.place("", {}) == ""
+    assert record.place(str(model), {}) == str(model / "neuron-compiled-artifacts")
+    assert record.place("", {}) == ""
 
 
 def at_once(count: int, work: Callable[[int], None]) -> list[BaseException]:
@@ -363,10 +363,10 @@ def test_writers_at_once_leave_whole_files_only(tmp_path: Path) -> None:
     """Both sides, several settings, all at once: each file is whole, and none is another's."""
 
     def work(number: int) -> None:
-        side = (neuron_record.DEVICE, neuron_record.COMPILE_HOST)[number % 2]
-        plan = neuron_record.Plan(side, GIB, 512, FULL, {"cap_fraction": (number // 2 % 3) / 10, "block": BLOCK})
+        side = (record.DEVICE, record.COMPILE_HOST)[number % 2]
+        plan = record.Plan(side, GIB, 512, FULL, {"cap_fraction": (number // 2 % 3) / 10, "block": BLOCK})
         for _ in range(20):
-            outcome = neuron_record.exchange(plan, lambda total: GIB, {"architectures": ["A"]}, str(tmp_path))
+            outcome = record.exchange(plan, lambda total: GIB, {"architectures": ["A"]}, str(tmp_path))
             if outcome.warnings:
                 raise ValueError(outcome.warnings)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from nvml_library import (
+
+from support.nvml_library import (
     ALL_ONES,
     DRIVER_NOT_LOADED,
     GIB,
@@ -17,11 +18,10 @@ from nvml_library import (
     UUIDS,
     NvmlLibrary,
 )
+from vllm_omni_patch.patches.available_memory.gpu.devices import DeviceIdentity, NoMatch, resolve, visible_entries
+from vllm_omni_patch.patches.available_memory.gpu.nvml import Reading, classify, read_own
 
-from vllm_omni_patch.patches.available_memory.devices import DeviceIdentity, NoMatch, resolve, visible_entries
-from vllm_omni_patch.patches.available_memory.nvml import Reading, classify, read_own
-
-pytest_plugins = ["nvml_library"]
+pytest_plugins = ["support.nvml_library"]
 
 OWN = 217
 STRANGER = 546113

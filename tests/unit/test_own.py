@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_house import OWN_STATES, ROOT, STATES, House
 from test_status import ENGINE, log, status
 from test_strict import start
 
-from vllm_omni_patch import apply, exposition, flags, ledger, loader, own, own_hooks
+from support.fake_house import OWN_STATES, ROOT, STATES, House
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.loading import apply, loader, own, own_hooks
+from vllm_omni_patch.telemetry import exposition
 
 ENVS = "vllm.envs:environment_variables"
 LOG = "vllm.logger:configure_logging"
@@ -100,7 +102,8 @@ def test_a_bare_import_of_vllm_is_not_judged(house: House) -> None:
     done = house.run(
         "import vllm, vllm.envs, vllm.logger",
         """
-        held = [name for name in ("wrapt", "vllm_omni_patch.matrix", "vllm_omni_patch.apply") if name in sys.modules]
+        ours = ("wrapt", "vllm_omni_patch.matrix.judge", "vllm_omni_patch.loading.apply")
+        held = [name for name in ours if name in sys.modules]
         before = [type(vllm.envs.environment_variables).__name__, type(vllm.logger.configure_logging).__name__, held]
         import vllm.plugins
         show([before, "VLLM_OMNI_PATCH" in vllm.envs.environment_variables])

@@ -6,11 +6,12 @@ from __future__ import annotations
 import sys
 import zipfile
 
-import package_index
 import pytest
 
-from vllm_omni_patch import flags, releases
-from vllm_omni_patch.releases import ReleaseError, fetch, open_installed, parse_spec, read_path
+from support import package_index
+from vllm_omni_patch import flags
+from vllm_omni_patch.code import releases
+from vllm_omni_patch.code.releases import ReleaseError, fetch, open_installed, parse_spec, read_path
 
 FILES = {
     "vllm/__init__.py": package_index.TRAP,

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_house import PLACE, ROOT, STATES, House
+
+from support.fake_house import PLACE, ROOT, STATES, House
 
 LOAD = "vllm.worker:Worker.load"
 LINE = (ROOT / "startup_files" / "vllm_omni_patch.pth").read_text()
@@ -89,7 +90,7 @@ def test_the_flag_is_read_again_at_the_first_import_of_vllm(house: House) -> Non
         import os
         os.environ["VLLM_OMNI_PATCH"] = "0"
         import vllm.worker
-        show([vllm.worker.Worker().load("a"), "vllm_omni_patch.loader" in sys.modules])
+        show([vllm.worker.Worker().load("a"), "vllm_omni_patch.loading.loader" in sys.modules])
     """)
     assert done.value == [["a", 1], False]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_house import RELEASE, House
 
-from vllm_omni_patch import installed, mismatches, processes
+from support.fake_house import RELEASE, House
+from vllm_omni_patch.code import installed
+from vllm_omni_patch.commands import mismatches, processes
 
 LOAD = "vllm.worker:Worker.load"
 EXECUTE = "vllm.runner:Runner.execute"
@@ -45,7 +46,7 @@ def status(house: House, *options: str, flag: str | None = "probe", code: int = 
 
 def command(house: House, *words: str, flag: str | None = "probe", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_omni_patch.cli", *words],
+        [sys.executable, "-m", "vllm_omni_patch.commands.main", *words],
         env=house.environment(flag, **env), cwd="/", capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -238,7 +239,7 @@ def test_a_group_is_shown_as_a_group(house: House) -> None:
 
 def test_a_filtered_plugin_and_a_missing_startup_file_are_a_problem(house: House) -> None:
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "vllm_omni_patch.cli", "status", "--json"],
+        [sys.executable, "-S", "-m", "vllm_omni_patch.commands.main", "status", "--json"],
         env={**house.environment("probe", VLLM_PLUGINS="other"), "PYTHONPATH": _without_site(house)},
         cwd="/", capture_output=True, text=True, timeout=60,
     )  # fmt: skip

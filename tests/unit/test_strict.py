@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_house import House
+
+from support.fake_house import House
 
 LOAD = "vllm.worker:Worker.load"
 START = """

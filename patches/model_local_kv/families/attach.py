@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_omni_patch.patch import Contract, Hook, Target, Undo
-from vllm_omni_patch.patches.model_local_kv.specs import CORRECTED, METHOD, ModelLocalKVSpec
+
+from ..specs import CORRECTED, METHOD, ModelLocalKVSpec
 
 Declare = Callable[[Any], Sequence[ModelLocalKVSpec]]
 

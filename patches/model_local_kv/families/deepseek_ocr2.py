@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
-from vllm_omni_patch.patches.model_local_kv import specs
-from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target, parameter_dtype
+
+from .. import specs
+from .attach import attach, owner_target, parameter_dtype
 
 TARGETS = (
     owner_target(

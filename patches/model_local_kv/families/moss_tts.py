@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
-from vllm_omni_patch.patches.model_local_kv import specs
-from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target
+
+from .. import specs
+from .attach import attach, owner_target
 
 TARGETS = tuple(
     owner_target(

@@ -23,8 +23,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_omni_patch.patch import Contract, Hook, Undo
-from vllm_omni_patch.patches.model_local_kv import specs
-from vllm_omni_patch.patches.model_local_kv.families.attach import attach, owner_target
+
+from .. import specs
+from .attach import attach, owner_target
 
 _TALKER = "nemotron_voicechat.nemotron_voicechat_talker"
 _NATIVE = "vllm_omni.model_executor.models.nemotron_voicechat.talker_native"

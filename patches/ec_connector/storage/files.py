@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tier of entries in files: the CPU tier (a folder in shared memory) and the disk tier are both this.
+
+Readers take no lock. They open a file, trust nothing of it before the header has been checked, and read (never map: a
+file cut short under a map kills the process) into fresh memory while summing. Writers write under a name of their own
+and rename, so a reader sees a whole entry, the one before it, or none.
+
+An entry is not synced before it is published unless ``fsync`` asks for it: a killed process loses nothing, and after a
+power cut a torn entry fails its checksum and is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from . import entry
+from .entry import FormatError, Header
+from .folder import OPEN_ENTRY, Folder
+from .key import Key
+
+Outcome = Literal["stored", "present", "busy", "too large", "address taken"]
+# What a device says that has no room. NFS says the second.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class BadEntry(Exception):
+    """An entry is there and not usable. ``seen`` identifies the file for its removal."""
+
+    def __init__(self, reason: str, seen: os.stat_result) -> None:
+        super().__init__(reason)
+        self.seen = seen
+
+
+@dataclass
+class OpenEntry:
+    """A file opened for reading whose header has been checked. Close with :meth:`close`."""
+
+    handle: int
+    header: Header
+    status: os.stat_result
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.handle)
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Read the payload into ``buffer`` (exactly as long) and verify its checksum.
+
+        Raises:
+            BadEntry: shorter than its header says, or the checksum differs.
+            OSError: the device failed.
+        """
+        total = self.header.payload
+        check = entry.Checksum(total)
+        position = 0
+        while position < total:
+            end = min(position + entry.PIECE, total)
+            start = position
+            while position < end:
+                count = os.preadv(self.handle, [buffer[position:end]], self.header.size + position)
+                if count == 0:
+                    raise BadEntry(f"cut off at {position} of {total} bytes", self.status)
+                position += count
+            check.add(buffer[start:end])
+        if check.digest() != self.header.checksum:
+            raise BadEntry("checksum differs", self.status)
+
+
+class FileStore:
+    """Entries in the files of one :class:`Folder`. Thread-safe and process-safe.
+
+    ``name`` is for messages, ``spare`` as for :class:`Folder`. Methods raise ``OSError`` for trouble with the storage;
+    a caller decides what that means.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        base: str,
+        limit: int | None,
+        *,
+        fsync: bool = False,
+        touch_seconds: float = 10.0,
+        spare: int = 0,
+    ) -> None:
+        self.name = name
+        self.folder = Folder(base, limit, spare=spare)
+        self.limit = limit
+        self._fsync = fsync
+        self._touch_seconds = touch_seconds
+
+    def open(self, key: Key) -> OpenEntry | None:
+        """Open the entry at ``key``'s address and check its header; ``None`` when there is none.
+
+        Whether it *is* the entry that ``key`` means is for ``header.matches`` to say.
+
+        Raises:
+            BadEntry: something is there that is no sound entry.
+            OSError: the storage failed.
+        """
+        try:
+            handle = os.open(os.path.join(self.folder.root, key.path), OPEN_ENTRY)
+        except FileNotFoundError:
+            return None
+        try:
+            return open_handle(handle)
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def contains(self, key: Key, rows: int | None = None) -> bool:
+        """Whether an entry with a sound header matches ``key`` and ``rows``.
+
+        Raises:
+            BadEntry: see :meth:`open`.
+            OSError: the storage failed.
+        """
+        entry = self.open(key)
+        if entry is None:
+            return False
+        entry.close()
+        return entry.header.matches(key, rows)
+
+    def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
+        """Whether a put of this shape and dtype would only write what is there already."""
+        try:
+            entry = self.open(key)
+        except (BadEntry, OSError):
+            return False
+        if entry is None:
+            return False
+        entry.close()
+        header = entry.header
+        return header.matches(key, rows) and header.columns == columns and header.dtype == dtype
+
+    def read(self, key: Key, rows: int | None, allocate: Callable[[Header], memoryview]) -> Header | None:
+        """Read and verify the entry that matches ``key`` and ``rows`` into ``allocate(header)``; ``None``: no such.
+
+        Raises:
+            BadEntry: the entry is damaged; what is in the buffer must not be used.
+            OSError: the storage failed.
+            MemoryError, RuntimeError: from ``allocate``.
+        """
+        entry = self.open(key)
+        if entry is None:
+            return None
+        try:
+            if not entry.header.matches(key, rows):
+                return None
+            entry.read_into(allocate(entry.header))
+            self._touch(entry)
+            return entry.header
+        finally:
+            entry.close()
+
+    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> Outcome:
+        """Publish an entry. ``force`` writes it even when an equal one seems to be there.
+
+        Raises:
+            OSError: the storage failed; nothing is left behind.
+        """
+        size = len(header) + payload.nbytes
+        if not self.folder.fits(size):
+            return "too large"
+        new = entry.decode_header(header, size)
+        if not force and self.has(key, new.rows, new.columns, new.dtype):
+            return "present"
+        unless = None if force else new
+        try:
+            return self._write(key, header, payload, unless)
+        except OSError as error:
+            # Full before the limit is reached: others keep things there too.
+            if error.errno not in _FULL or not self.folder.shrink(size):
+                raise
+        return self._write(key, header, payload, unless)
+
+    def _write(self, key: Key, header: bytes, payload: memoryview, unless: Header | None) -> Outcome:
+        """Reserve, write, publish. Not when an entry like ``unless`` is there."""
+        reserved = self.folder.reserve(key, len(header) + payload.nbytes)
+        if reserved is None:
+            return "busy"
+        handle, temporary = reserved
+        try:
+            outcome = self._fill(handle, temporary, key, [memoryview(header), payload], unless)
+        except BaseException:
+            # The error that counts is the first one.
+            with contextlib.suppress(OSError):
+                os.close(handle)
+            raise
+        try:
+            os.close(handle)
+        except OSError:
+            # Only now says NFS that the bytes did not arrive.
+            if outcome == "stored":
+                self.remove(key)
+            raise
+        if self._fsync and outcome == "stored":
+            _sync_folder(os.path.join(self.folder.root, key.folder))
+        return outcome
+
+    def _fill(self, handle: int, temporary: str, key: Key, parts: list[memoryview], unless: Header | None) -> Outcome:
+        size = sum(part.nbytes for part in parts)
+        try:
+            # Another writer may have published between the first look and the reservation.
+            if unless is not None and self.has(key, unless.rows, unless.columns, unless.dtype):
+                self.folder.abandon(temporary, size)
+                return "present"
+            _write_all(handle, parts)
+            if self._fsync:
+                os.fsync(handle)
+            self.folder.publish(temporary, key.path)
+        except IsADirectoryError:
+            # Somebody's folder stands where this one entry belongs; the storage works.
+            self.folder.abandon(temporary, size)
+            return "address taken"
+        except BaseException:
+            self.folder.abandon(temporary, size)
+            raise
+        return "stored"
+
+    def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
+        """Remove the entry at ``key``'s address. True when nothing is there afterwards."""
+        return self.folder.remove(key.path, seen)
+
+    def entries(self) -> Iterator[tuple[str, int, float, Header | None, str]]:
+        """(path, bytes, last use, header, error) of every entry; the header is ``None`` where ``error`` says why."""
+        for file in self.folder.published():
+            try:
+                entry = open_path(file.path)
+            except (BadEntry, OSError) as error:
+                yield file.path, file.size, file.used, None, str(error)
+                continue
+            entry.close()
+            yield file.path, file.size, file.used, entry.header, ""
+
+    def _touch(self, entry: OpenEntry) -> None:
+        now = time.time()
+        if abs(now - entry.status.st_mtime) > self._touch_seconds:
+            # Another user's file or a read-only mount: then its age stays what it is.
+            with contextlib.suppress(OSError):
+                os.utime(entry.handle)
+
+
+def open_path(path: str) -> OpenEntry:
+    """Open an entry by its file's path and check its header.
+
+    Raises:
+        BadEntry, OSError: as :meth:`FileStore.open`.
+    """
+    handle = os.open(path, OPEN_ENTRY)
+    try:
+        return open_handle(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def open_handle(handle: int) -> OpenEntry:
+    """Check the header of an open file."""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise BadEntry("not a regular file", status)
+    try:
+        header = entry.read_header(handle, status.st_size)
+    except FormatError as error:
+        raise BadEntry(str(error), status) from None
+    return OpenEntry(handle, header, status)
+
+
+def _write_all(handle: int, parts: list[memoryview]) -> None:
+    while parts:
+        count = os.writev(handle, parts)
+        while parts and count >= parts[0].nbytes:
+            count -= parts.pop(0).nbytes
+        if count:
+            parts[0] = parts[0][count:]
+
+
+def _sync_folder(path: str) -> None:
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One multimodal item of a request, as the encoder cache sees it: key, row count, and whether it may be cached.
+
+Reads vLLM's ``Request`` and ``MultiModalFeatureSpec`` by attribute name, in any release; imports neither vLLM nor
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..storage.key import is_request_scoped
+from .weight_files import weights_identity
+
+# vLLM's modality for tensors that a client computed in the language model's own embedding space.
+_PROMPT_EMBEDS = "prompt_embeds"
+# A processed item with a key of this ending (``image_embeds``, ``audio_embeds``) was computed by the client.
+_PRECOMPUTED_ENDING = "_embeds"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One item that the worker is to load in this step.
+
+    ``identifier`` is vLLM's key in ``encoder_cache``; ``key`` the one in the store (the same, unless an adapter
+    changes the encoder). ``rows`` and ``width``: the tensor's shape where known. ``index`` counts the request's items.
+    ``adapter``: vLLM's id of the adapter that the key names the files of.
+    """
+
+    request_id: str
+    index: int
+    identifier: str
+    key: str
+    rows: int | None = None
+    width: int | None = None
+    adapter: int | None = None
+
+
+def expected_rows(request: Any, index: int) -> int:
+    """Rows of the encoder output that vLLM will put in ``encoder_cache`` for item ``index`` of ``request``.
+
+    Up to 0.13 an output is stored scattered over the whole placeholder; from 0.14 only its embeddings are.
+    """
+    count = getattr(request, "get_num_encoder_embeds", None) or request.get_num_encoder_tokens
+    return int(count(index))
+
+
+def is_precomputed(feature: Any) -> bool:
+    """Whether a client sent this item as embeddings. Such a tensor is the user's own and is never persisted."""
+    if feature.modality == _PROMPT_EMBEDS:
+        return True
+    return feature.data is not None and any(str(key).endswith(_PRECOMPUTED_ENDING) for key in feature.data)
+
+
+def is_metadata_only(feature: Any) -> bool:
+    """Whether the item came without anything to encode: its embedding can only come from a cache."""
+    return feature.data is None
+
+
+class ItemKeys:
+    """Keys of items in the store, and which items have none.
+
+    With ``tower_lora`` (vLLM's ``enable_tower_connector_lora``) an adapter changes encoder outputs. vLLM then puts
+    the adapter's *name* before the identifier; the key adds what the adapter's files are, so that an adapter loaded
+    again from elsewhere under its old name is another one. A worker knows which files it loaded (``loaded``); a
+    scheduler reads those that are there now, and the worker loads nothing whose key names others.
+    """
+
+    def __init__(self, tower_lora: bool = False, loaded: LoadedAdapters | None = None) -> None:
+        self._tower_lora = tower_lora
+        self._loaded = loaded
+        self._files = AdapterFiles()
+
+    def key(self, identifier: str, request_id: str | None, lora_request: Any = None) -> str | None:
+        """Key of the item, or ``None`` when it must be neither stored nor looked up."""
+        if is_request_scoped(identifier, request_id):
+            return None
+        if not self._tower_lora or lora_request is None:
+            return identifier
+        if self._loaded is None:
+            adapter = self._files.digest(lora_request)
+        else:
+            adapter = self._loaded.digest(lora_request.lora_int_id)
+        return f"{identifier}\x1f{adapter}" if adapter else None
+
+    def adapter_of(self, lora_request: Any) -> int | None:
+        """vLLM's id of the adapter, where it has a part in the key."""
+        return None if not self._tower_lora or lora_request is None else int(lora_request.lora_int_id)
+
+    def holds(self, load: Load) -> bool:
+        """Whether this worker has the adapter loaded from the files that the key names."""
+        if load.adapter is None or self._loaded is None:
+            return True
+        adapter = self._loaded.digest(load.adapter)
+        return bool(adapter) and load.key.endswith(f"\x1f{adapter}")
+
+
+class AdapterFiles:
+    """Digests of the files of adapters as they are now."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[Any, ...], str]] = {}
+
+    def digest(self, lora_request: Any) -> str:
+        """Of one adapter; empty when its files are not on this host."""
+        path = str(getattr(lora_request, "lora_path", None) or getattr(lora_request, "path", "") or "")
+        seen = _stamp(path)
+        known = self._known.get(path)
+        if known is None or known[0] != seen:
+            known = (seen, weights_identity(path))
+            self._known[path] = known
+        return known[1]
+
+
+class LoadedAdapters:
+    """The files from which a worker has loaded each adapter. They may be replaced while vLLM keeps what it read."""
+
+    def __init__(self) -> None:
+        self._files = AdapterFiles()
+        self._digests: dict[int, str] = {}
+
+    def load(self, lora_request: Any, load: Callable[[], Any]) -> Any:
+        """What ``load`` returns or raises. Files that change meanwhile are not known."""
+        before = self._look(lora_request)
+        self._digests.pop(lora_request.lora_int_id, None)
+        result = load()
+        if before and before == self._look(lora_request):
+            self._digests[lora_request.lora_int_id] = before
+        return result
+
+    def _look(self, lora_request: Any) -> str:
+        try:
+            return self._files.digest(lora_request)
+        except Exception:
+            return ""
+
+    def digest(self, adapter: int) -> str:
+        """Digest of the files that vLLM read for the adapter with this id; empty where that is not known."""
+        return self._digests.get(adapter, "")
+
+
+def _stamp(folder: str) -> tuple[Any, ...]:
+    """What changes when a file of ``folder`` is replaced or written to; only the kernel sets the time of change."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.stat()) for entry in entries]
+    except OSError:
+        return ()
+    return tuple(sorted((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found))
+
+
+def indices_in(scheduled: dict[str, list[int]]) -> Iterable[tuple[str, int]]:
+    """``(request id, item index)`` pairs of vLLM's ``scheduled_encoder_inputs``."""
+    for request_id, indices in scheduled.items():
+        for index in indices:
+            yield request_id, index

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the connector: loads what was promised, says what must be encoded after all, stores the rest.
+
+Nothing here raises into a model step. Imports torch only inside functions, and not vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni_patch import ledger
+
+from .items import ItemKeys, Load, is_precomputed
+from .scheduler import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..stats import ECStats
+
+_log = ledger.logger("ec")
+# Items of one step are noted when the encoder is about to run and asked for when its outputs are saved, so this many
+# is far above any step; it only bounds the memory of releases that never save (a consumer).
+_MAX_NOTED = 4096
+
+# Counts of the workers; what remains comes from the scheduler.
+WORKER_COUNTS = ("hits", "misses", "stored", "dropped", "fallbacks", "bytes_loaded", "bytes_stored", "load_seconds")
+SCHEDULER_COUNTS = ("lookups", "lookup_hits")
+
+Agree = Callable[[Sequence[bool]], list[bool]]
+
+
+@dataclass
+class Report:
+    """What a worker tells the scheduler after a step: counts since its last report."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def merged(self, other: Report) -> Report:
+        """Both reports as one. Ranks of one engine load and encode the same items, so counts are not added up."""
+        counts = {key: max(self.counts.get(key, 0.0), value) for key, value in other.counts.items()}
+        return Report({**self.counts, **counts})
+
+
+class WorkerSide:
+    """State of the connector in one worker; all calls come from the model thread.
+
+    Args:
+        engine: the store; ``get``, ``put``, ``discard`` and ``new_epoch`` are used.
+        keys: keys of items.
+        device: where loaded tensors go, as torch names it.
+        first: whether this is the first rank. It counts what all do alike, and keeps copies of what a remote sent.
+        stores: whether this rank writes (a producer's first rank).
+        weights_changed: whether the encoder's weights are other than at the last call. Raises where that cannot be
+            told.
+        agree: turns this rank's flags into those that all ranks hold. Every rank calls it in the same order, once in
+            each step that loads or encodes: a rank that encodes alone would wait for ever in the vision tower's
+            collective.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        keys: ItemKeys,
+        *,
+        device: str,
+        first: bool = True,
+        stores: bool,
+        weights_changed: Callable[[], bool],
+        agree: Agree | None = None,
+    ) -> None:
+        self._engine = engine
+        self._engine.stats.speaks = first
+        self._keys = keys
+        self._device = device
+        self._stores = stores
+        self._weights_changed = weights_changed
+        self._agree = agree
+        self._idle = False
+        self._looked = False
+        self._failed: list[Load] = []
+        self._noted: dict[str, str | None] = {}
+
+    def load(self, encoder_cache: MutableMapping[str, torch.Tensor], plan: StepPlan) -> None:
+        """vLLM's ``start_load_caches``: put this step's promised items into ``encoder_cache``, all ranks alike."""
+        self._failed = []
+        self._looked = bool(plan.loads)
+        if not plan.loads:
+            return
+        looked = self._look()
+        tensors = [self._fetch(load, encoder_cache, plan.tensors, looked) for load in plan.loads]
+        agreed, ours = self._settle(looked, [tensor is not None for tensor in tensors])
+        for load, tensor, together in zip(plan.loads, tensors, agreed, strict=True):
+            # What came with the step has nothing that could be encoded in its place.
+            if together and tensor is not None and (ours or load.identifier in plan.tensors):
+                encoder_cache[load.identifier] = tensor
+                continue
+            # A tensor that this rank has and another one lacks must not stay either: every rank encodes.
+            encoder_cache.pop(load.identifier, None)
+            self._failed.append(load)
+            if tensor is None and ours and self._keys.holds(load):
+                self._discard(load)
+
+    def _look(self) -> tuple[bool, bool]:
+        """Whether this rank can tell what its weights are, and whether they are those of the present epoch."""
+        if self._idle:
+            return False, False
+        try:
+            return True, not self._weights_changed()
+        except Exception as error:
+            _log.warning(
+                "Encoder cache: it cannot be told whether the encoder's weights were replaced (%r). Nothing is loaded "
+                "or stored from now on; serving goes on.",
+                error,
+            )
+            return False, False
+
+    def _settle(self, looked: tuple[bool, bool], flags: list[bool]) -> tuple[list[bool], bool]:
+        """``flags`` as all ranks hold them, and whether the weights of all are those of the epoch.
+
+        Where they are not, a new epoch begins on all ranks. Where one rank cannot tell, it is the last one, and all are
+        idle from then on.
+        """
+        shared = [*looked, *flags]
+        known, same, *agreed = shared if self._agree is None else self._agree(shared)
+        if not same and not self._idle:
+            self._idle = not known
+            if known:
+                _log.info("Encoder cache: the encoder's weights were replaced in place.")
+            self._engine.new_epoch()
+        return agreed, same
+
+    def _fetch(
+        self,
+        load: Load,
+        encoder_cache: Mapping[str, torch.Tensor],
+        in_hand: Mapping[str, torch.Tensor],
+        looked: tuple[bool, bool],
+    ) -> torch.Tensor | None:
+        try:
+            present = encoder_cache.get(load.identifier)
+            if present is not None and _fits(present, load):
+                return present
+            if load.identifier in in_hand:
+                tensor = in_hand[load.identifier].to(self._device)
+            elif load.key and all(looked) and self._keys.holds(load):
+                tensor = self._engine.get(load.key, self._device, load.rows)
+            else:
+                return None
+            return tensor if tensor is not None and _fits(tensor, load) else None
+        except Exception as error:
+            _log.warning("loading %.80r from the encoder cache failed (%r); it is encoded instead", load.key, error)
+            return None
+
+    def _discard(self, load: Load) -> None:
+        if not load.key:
+            return
+        try:
+            self._engine.discard(load.key)
+        except Exception as error:
+            _log.warning("dropping the bad entry %.80r failed: %r", load.key, error)
+
+    def take_failed(self) -> list[Load]:
+        """Promised items of this step that must be encoded; handed out once."""
+        taken, self._failed = self._failed, []
+        return taken
+
+    def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:
+        """Note what the encoder is going to produce, because vLLM's ``save_caches`` names an identifier only.
+
+        ``items``: (request id, feature, the request's adapter or ``None``). Called on all ranks alike.
+        """
+        looked, self._looked = self._looked, False
+        if not looked and (self._stores or self._agree is not None):
+            self._settle(self._look(), [])
+        if self._idle or not self._stores:
+            return
+        if len(self._noted) > _MAX_NOTED:
+            self._noted.clear()
+        for request_id, feature, lora_request in items:
+            refused = is_precomputed(feature)
+            self._noted[feature.identifier] = (
+                None if refused else self._keys.key(feature.identifier, request_id, lora_request)
+            )
+
+    def save(self, encoder_cache: Mapping[str, torch.Tensor], identifier: str) -> None:
+        """vLLM's ``save_caches``: store one output, unless it was computed by a client or has no lasting name."""
+        if not self._stores:
+            return
+        try:
+            # An item that was not noted came by a road that we did not see; what it is cannot be told, so it is not
+            # stored.
+            key = self._noted.pop(identifier, None)
+            tensor = encoder_cache.get(identifier)
+            if key is not None and tensor is not None:
+                self._engine.put(key, tensor)
+        except Exception as error:
+            _log.warning("storing %.80r in the encoder cache failed: %r", identifier, error)
+
+
+def _fits(tensor: torch.Tensor, load: Load) -> bool:
+    """Two-dimensional, with the rows that the request's placeholders take and the encoder's width where known.
+
+    Anything else would fail in the middle of a step, for every request in it.
+    """
+    if tensor.dim() != 2:
+        return False
+    rows, width = tensor.shape
+    return (load.rows is None or rows == load.rows) and (load.width is None or width == load.width)
+
+
+def agree_over(group: Any) -> Agree:
+    """Minimum of the flags over a torch process group on the CPU (gloo)."""
+
+    def agree(flags: Sequence[bool]) -> list[bool]:
+        import torch
+        import torch.distributed as dist
+
+        shared = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
+        dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=group)
+        return [bool(flag) for flag in shared.tolist()]
+
+    return agree
+
+
+class Deltas:
+    """What an engine's counters have gained from one look to the next. Asked in every step, so cheap."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._counted = 0
+        self._last: dict[str, float] = dict.fromkeys(names, 0)
+
+    def take(self, stats: ECStats) -> dict[str, float]:
+        """What each counter has gained since the last call; only those that did."""
+        if stats.counted == self._counted:
+            return {}
+        self._counted = stats.counted
+        values = stats.values()
+        last = self._last
+        gained = {name: values[name] - last[name] for name in self._names if values[name] != last[name]}
+        if gained:
+            self._last = {name: values[name] for name in self._names}
+        return gained

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a target still look as its patch needs it to: on a live object, or on source text that is not imported.
+
+:func:`check_live` and :func:`check_source` give the same list for the same code; an empty one means the contract
+holds. What either can see is described in ``views.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+from types import ModuleType
+
+from vllm_omni_patch.code.fingerprint import fingerprint
+from vllm_omni_patch.code.live import LiveView
+from vllm_omni_patch.code.source import SourceView
+from vllm_omni_patch.code.views import Found, Missing, Seen, View, signature
+from vllm_omni_patch.patch import Contract, Native, Parameter
+
+__all__ = ["check", "check_live", "check_source", "fingerprint", "native", "native_live", "native_source"]
+
+
+def check_live(contract: Contract, module: ModuleType, qualname: str) -> list[str]:
+    """What ``qualname`` of the imported ``module`` lacks; one sentence each."""
+    return check(contract, LiveView(module), qualname)
+
+
+def check_source(contract: Contract, source: str | ast.Module | SourceView, qualname: str) -> list[str]:
+    """What ``qualname`` lacks in the text or syntax tree of its module; one sentence each.
+
+    Raises:
+        SyntaxError: the text is not Python that this interpreter reads.
+    """
+    return check(contract, _view(source), qualname)
+
+
+def native_live(signs: Native | None, module: ModuleType, qualname: str) -> str:
+    """Why the imported module already does what the patch brings; empty when it does not."""
+    return native(signs, LiveView(module), qualname) if signs else ""
+
+
+def native_source(signs: Native | None, source: str | ast.Module | SourceView, qualname: str) -> str:
+    """As :func:`native_live`, on the text or syntax tree of the module."""
+    return native(signs, _view(source), qualname) if signs else ""
+
+
+def check(contract: Contract, view: View, qualname: str) -> list[str]:
+    """The contract against a view of the module. See :class:`~vllm_omni_patch.patch.Contract` for what is asked."""
+    try:
+        found = view.find(qualname)
+    except Missing as missing:
+        return [str(missing)]
+    # Where a condition chooses between definitions, one that will do is enough: the live check decides in the end.
+    answers = [_check_parameters(contract, candidate, qualname) for candidate in found]
+    problems = min(answers, key=len)
+    owner = found[0].owner
+    if (contract.base_methods or contract.class_attributes) and not owner:
+        problems.append(f"{qualname} belongs to no class, and the contract asks for methods or attributes of one")
+        return problems + _missing_names(contract, view)
+    for name in contract.base_methods:
+        if not view.has_method(owner, name):
+            problems.append(f"{owner} has no method {name}")
+    for name in contract.class_attributes:
+        if not view.has_class_attribute(owner, name):
+            problems.append(f"{owner} does not set {name}")
+    return problems + _missing_names(contract, view)
+
+
+def _missing_names(contract: Contract, view: View) -> list[str]:
+    return [f"the module has no {name}" for name in contract.module_attributes if not view.has_module_attribute(name)]
+
+
+def _check_parameters(contract: Contract, found: Found, qualname: str) -> list[str]:
+    if contract.parameters is None:
+        return []
+    if found.kind == "class" and found.parameters is None:
+        return [f"{qualname} has no constructor of its own to compare"]
+    if found.parameters is None:
+        what = "a property" if found.kind == "property" else "not a plain function or class"
+        return [f"{qualname} is {what}, and the contract asks for parameters"]
+    seen = {parameter.name: parameter for parameter in found.parameters}
+    # What a method is bound to is no parameter of it; a contract that names it all the same means no harm.
+    bound = ("self", "cls") if found.definer or found.kind == "class" else ()
+    asked = [wanted for wanted in contract.parameters if wanted.name not in bound]
+    problems = [_check_parameter(wanted, seen.get(wanted.name), qualname) for wanted in asked]
+    named = {wanted.name for wanted in asked}
+    for parameter in found.parameters:
+        if parameter.required and parameter.name not in named:
+            problems.append(f"{qualname} has a further required parameter {parameter.name}")
+    listed = [problem for problem in problems if problem]
+    if listed:
+        listed[-1] += f"; it is {qualname.rpartition('.')[2]}{signature(found.parameters)} here"
+    return listed
+
+
+def _check_parameter(wanted: Parameter, seen: Seen | None, qualname: str) -> str:
+    if seen is None:
+        return "" if wanted.optional else f"{qualname} has no parameter {wanted.name}"
+    if seen.kind not in wanted.kinds:
+        return f"parameter {wanted.name} of {qualname} is {seen.kind}, not {' or '.join(wanted.kinds)}"
+    return ""
+
+
+def native(signs: Native, view: View, qualname: str) -> str:
+    """Why the module in ``view`` already does what the patch brings; empty when it does not."""
+    try:
+        owner = view.find(qualname)[0].owner
+    except Missing:
+        owner = qualname.rpartition(".")[0]
+    for name in signs.base_methods:
+        if owner and view.has_method(owner, name):
+            return _native_reason(signs, f"{owner} has {name}")
+    for name in signs.module_attributes:
+        if view.has_module_attribute(name):
+            return _native_reason(signs, f"the module has {name}")
+    for text in signs.strings:
+        if view.has_string(text):
+            return _native_reason(signs, f"the module names {text!r}")
+    return ""
+
+
+def _native_reason(signs: Native, sign: str) -> str:
+    return f"{signs.reason} ({sign})" if signs.reason else f"upstream has it: {sign}"
+
+
+def _view(source: str | ast.Module | SourceView) -> SourceView:
+    return source if isinstance(source, SourceView) else SourceView(source)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installers of what ``own.py`` declares. What goes wrong in here leaves vLLM's own call and result as they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from vllm_omni_patch import ledger
+from vllm_omni_patch.patch import Hook, Undo
+
+
+def install_log(hook: Hook) -> Undo:
+    """Let our held lines out as soon as vLLM has set up its log."""
+
+    def configure(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        try:
+            ledger.release_lines()
+        except Exception:  # a handler of somebody's that raises; the lines went to those before it
+            pass
+        return result
+
+    return hook.wrap(configure)
+
+
+def install_engine_start(hook: Hook) -> Undo:
+    """Learn of engine starts where our own plugin is not called: filtered by VLLM_PLUGINS, or in a forked child.
+
+    In strict mode the wrapper raises, as the plugin does.
+    """
+    from vllm_omni_patch.loading import loader
+
+    def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        loader.engine_starts("startup file")
+        return result
+
+    return hook.wrap(load)
+
+
+def install_registry(hook: Hook) -> Undo:
+    """Put our collector on the registry that ``get_prometheus_registry`` gives out, outside of multiprocess mode."""
+    from vllm_omni_patch import metrics
+    from vllm_omni_patch.telemetry import exposition
+
+    registry = vars(hook.module)["REGISTRY"]
+    exposition.register(registry, hook.note_use)
+    metrics.changed()
+    return lambda: exposition.unregister(registry)
+
+
+def serves(hook: Hook) -> bool:
+    """Read back: the registry that vLLM gives out is the one that has our collector.
+
+    In multiprocess mode it makes one for each caller, and ``install_multiprocess`` is what serves.
+    """
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ or hook.original() is vars(hook.module)["REGISTRY"]
+
+
+def install_multiprocess(hook: Hook) -> Undo:
+    """Put our collector wherever a ``MultiProcessCollector`` puts itself.
+
+    In multiprocess mode ``prometheus_fastapi_instrumentator`` leaves vLLM's registry aside and makes one for each
+    scrape, of which all that is known is that a ``MultiProcessCollector`` is put on it.
+    """
+    from vllm_omni_patch import metrics
+    from vllm_omni_patch.telemetry import exposition
+
+    def init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        registry = args[0] if args else kwargs.get("registry")
+        if registry:
+            try:
+                exposition.register(registry)
+                metrics.changed()
+            except Exception as error:
+                ledger.say(logging.WARNING, f"our numbers will not be on /metrics: {error}", "metrics")
+        return result
+
+    return hook.wrap(init)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict mode: stop the engine at start when something that was asked for is not applied.
+
+A target whose module is not imported yet is judged ahead, on the text of the module. No fault is: a target that
+upstream has already; a target of a package that is not installed; an optional target that this release does not
+have. A patch that is left without any target is a fault all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_omni_patch import flags, ledger
+from vllm_omni_patch.code import installed
+from vllm_omni_patch.ledger import Entry
+from vllm_omni_patch.matrix import forecast
+from vllm_omni_patch.patch import Patch, Target
+
+
+def check(patches: Sequence[Patch]) -> None:
+    """Stop unless everything that was asked for is applied, or will be when its module is imported.
+
+    Raises:
+        RuntimeError: something is not; the text lists each target, the reason and the way out.
+    """
+    found = faults(patches)
+    if not found:
+        return
+    lines = "\n".join(f"  - {line}" for line in found)
+    raise RuntimeError(
+        f"{flags.STRICT.name} is set, and {len(found)} of what {flags.SWITCH.name} asks for is not applied:\n{lines}\n"
+        "Way out: correct what the reasons name; or leave patches out by listing the others in "
+        f"{flags.SWITCH.name}; or unset {flags.STRICT.name} to run without what is "
+        "listed here. 'vllm-omni-patch status' shows every target."
+    )
+
+
+def faults(patches: Sequence[Patch]) -> list[str]:
+    """One line for each target, or patch, that was asked for and is not applied."""
+    states = {(entry.patch, entry.target): entry for entry in ledger.entries()}
+    found = [f"{entry.patch}: {entry.reason}" for (_, target), entry in states.items() if not target]
+    try:
+        for patch in patches:
+            found += _patch_faults(patch, states)
+    finally:
+        forecast.forget()
+    return found
+
+
+def _patch_faults(patch: Patch, states: dict[tuple[str, str], Entry]) -> list[str]:
+    found, serving = [], 0
+    for target in patch.targets:
+        fault = _fault(patch, target, states.get((patch.name, target.name)))
+        serving += fault is None
+        if fault:
+            found.append(f"{patch.name}: {target.name}: {fault}")
+    if not found and not serving:
+        found.append(f"{patch.name}: none of its targets is in what is installed here")
+    return found
+
+
+def _fault(patch: Patch, target: Target, entry: Entry | None) -> str | None:
+    """The reason why ``target`` is not applied; ``None`` when it is or will be; empty when it does not count."""
+    if entry is not None and entry.state in ("applied", "native"):
+        return None
+    package = installed.package_of(target.distribution, target.module)
+    if installed.folder_of(package) is None:
+        return ""
+    if entry is not None and entry.state in ("skipped", "failed"):
+        return "" if entry.verdict == "absent" and target.optional else entry.reason
+    decision = forecast.decide(patch, target, installed.live_release(package))
+    if decision.apply or decision.verdict == "native":
+        return None
+    return "" if decision.verdict == "absent" and target.optional else decision.reason

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges targets on the source text of releases, and builds ``matrix.json`` from that."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vllm_omni_patch.code.contract import check_source, fingerprint, native_source
+from vllm_omni_patch.code.releases import Release, ReleaseError, fetch
+from vllm_omni_patch.code.views import Missing
+from vllm_omni_patch.matrix.table import Row, Table, Verdict, ordered
+from vllm_omni_patch.patch import Patch, Target
+
+DOCUMENTED_REASON = "from the public source; the contract is checked when the module is imported"
+
+
+# Starting two processes takes as long as judging this many releases.
+_WORTH_A_POOL = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """One target of one patch: what a worker process needs to know to judge it."""
+
+    patch: str
+    target: Target
+    used: bool = False
+
+
+def questions(patches: Iterable[Patch]) -> list[Question]:
+    """Everything that ``patches`` hook, and everything that they use."""
+    return [
+        Question(patch.name, target, used)
+        for patch in patches
+        for used, targets in ((False, patch.targets), (True, patch.uses))
+        for target in targets
+    ]
+
+
+def judge(question: Question, release: Release) -> Row:
+    """The verdict for one target on the text of one release.
+
+    ``native``: a sign of it is in the module. ``absent``: the module or the name is not there. ``drifted``: it is
+    there and not as the contract asks, or only imported from elsewhere. ``applies``: the contract holds.
+    """
+    verdict, reason, digest = _verdict(question.target, release)
+    return Row(
+        question.patch,
+        question.target.name,
+        question.target.distribution,
+        release.release,
+        verdict,
+        reason,
+        digest,
+        used=question.used,
+    )
+
+
+def _verdict(target: Target, release: Release) -> tuple[Verdict, str, str]:
+    try:
+        view = release.view(target.module)
+    except (SyntaxError, RecursionError, ValueError) as error:
+        return "drifted", f"{target.module} cannot be read as Python: {error}", ""
+    if view is None:
+        return "absent", f"there is no module {target.module}", ""
+    upstream = native_source(target.native, view, target.qualname)
+    try:
+        digest = fingerprint(view, target.qualname)
+    except Missing as missing:
+        if upstream:
+            return "native", upstream, ""
+        # A name that is here and comes from elsewhere has moved: there is something to hook, and not here.
+        return "drifted" if missing.elsewhere else "absent", str(missing), ""
+    if upstream:
+        return "native", upstream, digest
+    problems = check_source(target.contract, view, target.qualname)
+    return ("drifted", "; ".join(problems), digest) if problems else ("applies", "", digest)
+
+
+def documented(question: Question) -> list[Row]:
+    """Rows of a target whose releases cannot be fetched: what its declaration says about them."""
+    target = question.target
+    rows = []
+    for known in target.documented:
+        reason = known.reason or target.note or DOCUMENTED_REASON
+        rows.append(
+            Row(
+                question.patch,
+                target.name,
+                target.distribution,
+                known.release,
+                known.verdict,
+                reason,
+                evidence="documented",
+            )
+        )
+    return rows
+
+
+def tell_gone(rows: Sequence[Row], target: Target) -> list[Row]:
+    """``rows`` of one target, oldest first, with a target that was there and is not any more told apart.
+
+    One that every release must have has drifted then; an ``optional`` one is absent, with a reason that says where
+    it was last.
+    """
+    last: Row | None = None
+    told = []
+    for row in rows:
+        if row.verdict == "absent" and last is not None:
+            verdict: Verdict = "absent" if target.optional else "drifted"
+            row = replace(row, verdict=verdict, reason=f"last in {last.release}; {row.reason}")
+        elif row.verdict != "absent":
+            last = row
+        told.append(row)
+    return told
+
+
+def rebuild(
+    patches: Sequence[Patch],
+    releases: Mapping[str, Sequence[str]],
+    cache: str | Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    jobs: int | None = None,
+) -> Table:
+    """Judge every target on every release of its distribution.
+
+    Args:
+        releases: releases by distribution. A distribution without any gets no rows.
+        progress: told one line per release.
+        jobs: processes; by default one per core where there are enough releases.
+
+    Raises:
+        ReleaseError: a release cannot be fetched.
+    """
+    asked = questions(patches)
+    static = [q for q in asked if q.target.evidence == "static"]
+    work = [
+        ([q for q in static if q.target.distribution == name], name, release, str(cache) if cache else None)
+        for name, listed in releases.items()
+        for release in ordered(listed)
+        if any(q.target.distribution == name for q in static)
+    ]
+    # The newest releases take longest, so they start first.
+    work.reverse()
+    rows: list[Row] = []
+    if jobs is None:
+        jobs = len(os.sched_getaffinity(0)) if len(work) >= _WORTH_A_POOL else 1
+    if jobs == 1:
+        results = map(_judge_release, work)
+        rows = _collect(results, progress)
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            rows = _collect(pool.map(_judge_release, work), progress)
+    by_target: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by_target.setdefault((row.patch, row.target), []).append(row)
+    complete: list[Row] = []
+    for question in asked:
+        found = by_target.get((question.patch, question.target.name), [])
+        order = {release: index for index, release in enumerate(ordered(row.release for row in found))}
+        found.sort(key=lambda row: order[row.release])
+        complete += tell_gone(found, question.target) or documented(question)
+    return Table(complete, releases)
+
+
+Work = tuple[list[Question], str, str, "str | None"]
+
+
+def _judge_release(work: Work) -> list[Row]:
+    asked, distribution, release, cache = work
+    source = fetch(distribution, release, cache)
+    return [judge(question, source) for question in asked]
+
+
+def _collect(results: Iterable[list[Row]], progress: Callable[[str], None]) -> list[Row]:
+    rows: list[Row] = []
+    for judged in results:
+        rows += judged
+        if judged:
+            progress(f"{judged[0].distribution} {judged[0].release}: {len(judged)} targets judged")
+    return rows
+
+
+__all__ = ["Question", "ReleaseError", "documented", "judge", "questions", "rebuild", "tell_gone"]
