@@ -46,7 +46,7 @@ PATCH = Patch(
         Target(
             module=OLD_MODULE,
             qualname=f"NeuronWorker.{_METHOD}",
-            install=f"{_ROOM}.hooks_neuron:install",
+            install=f"{_ROOM}.neuron.hooks:install",
             distribution="vllm-neuron",
             contract=_NEURON_WORKER,
             native=NEURON_NATIVE,
@@ -58,7 +58,7 @@ PATCH = Patch(
         Target(
             module=NEW_MODULE,
             qualname=f"NeuronWorker.{_METHOD}",
-            install=f"{_ROOM}.hooks_neuron:install",
+            install=f"{_ROOM}.neuron.hooks:install",
             distribution="vllm-neuron",
             contract=_NO_PARAMETERS,
             native=NEURON_NATIVE_PATH,

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch, torch.distributed as dist
 import prometheus_client
 from support.ec_requests import engine
-from vllm_omni_patch import exposition, metrics
+from vllm_omni_patch import metrics
+from vllm_omni_patch.telemetry import exposition
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import StepPlan
 from vllm_omni_patch.patches.ec_connector.vllm.worker import WorkerSide, agree_over
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load

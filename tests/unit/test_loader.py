@@ -54,12 +54,13 @@ def test_a_module_that_was_imported_before_is_hooked_at_once(probe: House) -> No
 def test_the_wrapper_stands_once_however_often_it_is_activated(probe: House) -> None:
     done = probe.run("""
         import vllm.worker, vllm.plugins
-        from vllm_omni_patch import layers, startup
+        from vllm_omni_patch import startup
+        from vllm_omni_patch.loading import wrappers
         for _ in range(3):
             startup.activate()
             startup.plugin()
         vllm.plugins.load_general_plugins()
-        show(layers.depth(vars(vllm.worker.Worker)["load"], "probe"))
+        show(wrappers.depth(vars(vllm.worker.Worker)["load"], "probe"))
     """)
     assert done.value == 1
 
@@ -67,13 +68,13 @@ def test_the_wrapper_stands_once_however_often_it_is_activated(probe: House) -> 
 def test_reloaded_and_reimported_modules_are_hooked_once_each(probe: House) -> None:
     done = probe.run("""
         import importlib, sys, vllm.worker
-        from vllm_omni_patch import layers
+        from vllm_omni_patch.loading import wrappers
         first = vllm.worker
         importlib.reload(first)
-        depths = [layers.depth(vars(first.Worker)["load"], "probe")]
+        depths = [wrappers.depth(vars(first.Worker)["load"], "probe")]
         del sys.modules["vllm.worker"]
         second = importlib.import_module("vllm.worker")
-        depths.append(layers.depth(vars(second.Worker)["load"], "probe"))
+        depths.append(wrappers.depth(vars(second.Worker)["load"], "probe"))
         show([depths, second is first, second.Worker().load("a")])
     """)
     assert done.value == [[1, 1], False, ["ours", ["a", 1]]]
@@ -115,10 +116,10 @@ def test_static_methods_and_inherited_methods_keep_their_nature(house: House) ->
 # -- not applied, and the stock object untouched
 
 UNTOUCHED = """
-    from vllm_omni_patch import layers
+    from vllm_omni_patch.loading import wrappers
     import vllm.worker as w
     value = vars(w.Worker).get("load")
-    untouched = value is None or value is getattr(w, "STOCK", value) and layers.ours(value) is None
+    untouched = value is None or value is getattr(w, "STOCK", value) and wrappers.ours(value) is None
     show(untouched)
 """
 

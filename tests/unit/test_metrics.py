@@ -328,7 +328,7 @@ def test_a_start_sweeps_memory_and_temporary_files(house: House, tmp_path: Path)
     temporary.mkdir()
     code = """
         import sys
-        from vllm_omni_patch import shared_folder
+        from vllm_omni_patch.telemetry import shared_folder
         shared_folder._start_keeper = lambda path: None
         for path in sys.argv[1:]:
             shared_folder.Member(path)

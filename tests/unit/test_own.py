@@ -82,11 +82,12 @@ def test_both_roads_and_a_reload_apply_it_once(house: House) -> None:
         IMPORTS,
         """
         import importlib, vllm_omni_patch
-        from vllm_omni_patch import layers, startup
+        from vllm_omni_patch import startup
+        from vllm_omni_patch.loading import wrappers
         startup.activate("plugin"); vllm.plugins.load_general_plugins()
         importlib.reload(vllm.envs); importlib.reload(vllm.logger); importlib.reload(vllm.v1.metrics.prometheus)
         import prometheus_client as p
-        depth = lambda value: layers.depth(value, "loader")
+        depth = lambda value: wrappers.depth(value, "loader")
         show(["VLLM_OMNI_PATCH" in vllm.envs.environment_variables, depth(vllm.logger.configure_logging),
               depth(vllm.plugins.load_general_plugins), depth(p.multiprocess.MultiProcessCollector.__init__),
               sum("omni" in type(c).__module__ for c in p.REGISTRY._collector_to_names)])
@@ -375,7 +376,7 @@ FOREIGN = {
     "patches/model_local_kv/observe.py": "target transformers.cache_utils:Cache",
     "patches/model_local_kv/families/attach.py": "the classes that are targets",
     "patches/available_memory/profiling.py": "swapped(): for the length of a call to a target, and taken back",
-    "patches/available_memory/hooks_neuron.py": "the worker, for the length of a call to a target, and taken back",
+    "patches/available_memory/neuron/hooks.py": "the worker, for the length of a call to a target, and taken back",
 }
 
 

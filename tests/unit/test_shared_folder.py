@@ -21,7 +21,7 @@ from vllm_omni_patch.telemetry.shared_folder import Member
 
 JOIN = """
 import os, sys
-from vllm_omni_patch import shared_folder
+from vllm_omni_patch.telemetry import shared_folder
 from vllm_omni_patch.telemetry.shared_folder import Member
 if "no keeper" in sys.argv:
     shared_folder._start_keeper = lambda path: None

@@ -172,8 +172,8 @@ def test_a_tool_in_front_that_answers_itself_is_caught_up_with(house: House) -> 
         first = vllm.worker.Worker().load("a")
         import vllm.plugins
         vllm.plugins.load_general_plugins()
-        from vllm_omni_patch import layers
-        show([first, vllm.worker.Worker().load("a"), layers.depth(vars(vllm.worker.Worker)["load"], "probe")])
+        from vllm_omni_patch.loading import wrappers
+        show([first, vllm.worker.Worker().load("a"), wrappers.depth(vars(vllm.worker.Worker)["load"], "probe")])
     """,
     )
     assert done.value == [["a", 1], ["ours", ["a", 1]], 1]
@@ -238,9 +238,9 @@ def test_eight_threads_import_at_once(house: House) -> None:
         [t.start() for t in threads]
         [t.join() for t in threads]
         import vllm.worker, vllm.runner
-        from vllm_omni_patch import layers, loader
-        show([layers.depth(vars(vllm.worker.Worker)["load"], "probe"),
-              layers.depth(vars(vllm.runner.Runner)["execute"], "late")])
+        from vllm_omni_patch.loading import wrappers, loader
+        show([wrappers.depth(vars(vllm.worker.Worker)["load"], "probe"),
+              wrappers.depth(vars(vllm.runner.Runner)["execute"], "late")])
     """
     for _ in range(5):
         assert house.run(code, flag="probe,late").value == [1, 1]
@@ -257,11 +257,12 @@ def test_children_are_patched_like_their_parent(house: House, method: str) -> No
         import os, pickle
         def child(pipe):
             import vllm.worker
-            from vllm_omni_patch import layers, ledger
+            from vllm_omni_patch import ledger
+            from vllm_omni_patch.loading import wrappers
             bound = pickle.loads(pickle.dumps(vllm.worker.Worker()))
             states = [e.state for e in ledger.entries() if e.patch != "loader"]
             ledger.save()
-            pipe.send([bound.load("a"), layers.depth(vars(vllm.worker.Worker)["load"], "probe"), states, os.getpid()])
+            pipe.send([bound.load("a"), wrappers.depth(vars(vllm.worker.Worker)["load"], "probe"), states, os.getpid()])
     """,
     )
     house.write(
