@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_ec_cli import call
-from test_ec_remote import Server, entry, key, tier_on, until
+from test_ec_remote import Server, key, made_entry, tier_on, until
 
 from support.ec_engines import engine_builder, entry_files, output, same  # noqa: F401
 from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
@@ -258,12 +258,12 @@ def test_an_entry_that_is_replaced_while_it_is_loaded_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Any
 ) -> None:
     tier, stats = shared(tmp_path)
-    assert tier.write(key(), *entry()) == "stored"
+    assert tier.write(key(), *made_entry()) == "stored"
     real = tier._remote.header
 
     def then_replaced(*args: Any) -> Any:
         found = real(*args)
-        tier._remote.write(key(), *entry(rows=7), 1.0)
+        tier._remote.write(key(), *made_entry(rows=7), 1.0)
         return found
 
     monkeypatch.setattr(tier._remote, "header", then_replaced)
@@ -276,7 +276,7 @@ def test_an_entry_that_is_replaced_while_it_is_loaded_is_not_damaged(
 
 def test_a_damaged_header_found_by_a_lookup_is_counted_and_removed(tmp_path: Path, lines: Any) -> None:
     tier, stats = shared(tmp_path)
-    assert tier.write(key(), *entry()) == "stored"
+    assert tier.write(key(), *made_entry()) == "stored"
     (path,) = entry_files(tmp_path)
     path.write_bytes(b"nothing")
     assert not tier.contains(key(), 4) and not tier.contains(key(), 4)

@@ -142,7 +142,7 @@ def test_a_v2_runner_without_transfer_is_refused() -> None:
     code = """
 import sys
 from types import SimpleNamespace as N
-from vllm_omni_patch.patches.ec_connector import refusals
+from vllm_omni_patch.patches.ec_connector.vllm import refusals
 config = N(ec_transfer_config=N(ec_role="ec_both", ec_connector=refusals.NAME), use_v2_model_runner=True,
            model_config=N(is_encoder_decoder=False, model="tiny"))
 try:

@@ -361,7 +361,7 @@ def test_own_memory_has_one_judge() -> None:
 
     folder = Path(explain.__file__).parent
     users = set()
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 called = {

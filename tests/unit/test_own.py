@@ -369,13 +369,13 @@ def test_a_setting_switches_a_target(house: House, value: str, state: list[str] 
 # -- nothing else
 
 FOREIGN = {
-    "vllm_omni_patch/apply.py": "puts a target back",
+    "vllm_omni_patch/loading/apply.py": "puts a target back",
     "vllm_omni_patch/patch.py": "the undo of a wrapper",
-    "vllm_omni_patch/known_flags.py": "target vllm.envs:environment_variables",
-    "patches/ec_connector/remote.py": "an object of our own",
-    "patches/model_local_kv/observe.py": "target transformers.cache_utils:Cache",
+    "vllm_omni_patch/loading/known_flags.py": "target vllm.envs:environment_variables",
+    "patches/ec_connector/storage/remote.py": "an object of our own",
+    "patches/model_local_kv/observe/observe.py": "target transformers.cache_utils:Cache",
     "patches/model_local_kv/families/attach.py": "the classes that are targets",
-    "patches/available_memory/profiling.py": "swapped(): for the length of a call to a target, and taken back",
+    "patches/available_memory/gpu/profiling.py": "swapped(): for the length of a call to a target, and taken back",
     "patches/available_memory/neuron/hooks.py": "the worker, for the length of a call to a target, and taken back",
 }
 

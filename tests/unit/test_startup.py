@@ -71,7 +71,7 @@ def test_a_line_that_is_left_over_is_silent(house: House, tmp_path: Path, left: 
         assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", ""), flag
 
 
-@pytest.mark.parametrize("module", ["startup.py", "loader.py"])
+@pytest.mark.parametrize("module", ["startup.py", "loading/loader.py"])
 def test_a_broken_package_is_one_line_and_python_goes_on(house: House, module: str) -> None:
     shutil.copytree(PLACE / "vllm_omni_patch", house.folder / "vllm_omni_patch")
     (house.folder / "vllm_omni_patch" / module).write_text("raise RuntimeError('half an upgrade')\n")
