@@ -123,7 +123,8 @@ def test_a_runtime_that_is_not_registered_raises(tmp_path: Path) -> None:
 
 def test_the_package_that_registers_the_runtime_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch_neuronx.py").write_text(
-        "import torch\nfrom support import neuron_plugin\ntorch.classes.neuron = neuron_plugin.runtime_of((11 << 30, 13 << 30))\n"
+        "import torch\nfrom support import neuron_plugin\n"
+        "torch.classes.neuron = neuron_plugin.runtime_of((11 << 30, 13 << 30))\n"
     )
     module = hooked(tmp_path, neuron_plugin.FREE_OR_20_GIB)
     monkeypatch.syspath_prepend(str(tmp_path))
