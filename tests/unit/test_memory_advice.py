@@ -218,6 +218,10 @@ SMALL = World(24 * GIB, 0, 0, 2 * GIB, 0, GIB // 2, 0, 0, 0, 0, 0.9)
 @example(world=replace(SMALL, explicit=21 * GIB, pending=4 * GIB))
 @example(world=replace(SMALL, cpu=True, utilization=0.3, pending=12 * GIB))
 @example(world=replace(SMALL, process=True, uncharged=GIB, pending=GIB))
+@example(world=World(8 * GIB, 0, GIB // 2, 0, 0, 0, 0, 0, 1, 0, 0.19, cpu=True, grew=6420976108))
+@example(
+    world=replace(SMALL, process=True, weights=0, explicit=2 * GIB, pending=12 * GIB, grew=12 * GIB, utilization=0.51)
+)
 def test_each_piece_of_advice_leads_to_a_plan_that_fits(world: World) -> None:
     check(world)
 

@@ -120,7 +120,12 @@ def _wanted(plan: Plan) -> str:
 def _smaller(report: BudgetReport, plan: Plan) -> list[str]:
     """Settings for a cache of ``plan.best`` bytes, which is smaller than the budget."""
     helps = [_size(report, plan, plan.best)]
-    if plan.pending and _reservable(report, plan) and plan.best == plan.share_room and _starts(report, plan):
+    if (
+        plan.pending
+        and _reservable(report, plan)
+        and plan.best == plan.share_room
+        and _starts(report, plan, size_given=False)
+    ):
         helps.append(RESERVE)
     if plan.share and not plan.pending and not plan.uncharged:
         utilization = utilization_for(report, plan.best - plan.kv, _start_limit(report, plan))
@@ -138,12 +143,12 @@ def _otherwise(report: BudgetReport, plan: Plan) -> list[str]:
     if room is not None and room > 0:
         helps.append(_size(report, plan, min(plan.kv, room) if plan.kv > 0 else room))
     keeps = plan.kv > 0 and plan.free is not None and plan.kv + plan.transient + plan.reserved <= plan.free
-    reservable = plan.kv > 0 and _reservable(report, plan) and _starts(report, plan)
+    reservable = plan.kv > 0 and _reservable(report, plan) and _starts(report, plan, size_given=False)
     if plan.pending and reservable and (plan.free is None or keeps):
         helps.append(f"lower --max-num-seqs until less than {plan.kv} bytes are still to come with {RESERVE}")
     if plan.pending and not plan.share and plan.free is not None and plan.kv + plan.transient < plan.free:
         most = plan.free - plan.transient - plan.kv
-        helps.append(f"lower --max-num-seqs until at most {most} bytes are still to come")
+        helps.append(_that_starts(report, plan, f"lower --max-num-seqs until at most {most} bytes are still to come"))
     if room is not None and room < plan.kv > 0 and (not plan.share or not plan.pending + plan.uncharged):
         limit, requested = _start_limit(report, plan), byte_count(report.value(reports.REQUESTED))
         checked = limit is not None and requested is not None and not (report.platform == "cpu" and report.size_given)
@@ -182,10 +187,15 @@ def _size(report: BudgetReport, plan: Plan, size: int) -> str:
         return ""
     # vLLM takes the multimodal reservation off a given size too.
     size += byte_count(report.value(reports.MULTIMODAL_RESERVATION)) or 0
-    if _starts(report, plan):
-        return f"{report.kv_setting} {size}"
+    return _that_starts(report, plan, f"{report.kv_setting} {size}")
+
+
+def _that_starts(report: BudgetReport, plan: Plan, text: str) -> str:
+    """``text``, which gives or keeps a size, with the utilisation that the next start needs; empty if there is none."""
+    if _starts(report, plan, size_given=True):
+        return text
     utilization = _start_utilization(report, plan)
-    return "" if utilization is None else f"{report.kv_setting} {size} with {UTILIZATION} {utilization:g}"
+    return "" if utilization is None else f"{text} with {UTILIZATION} {utilization:g}"
 
 
 def _reservable(report: BudgetReport, plan: Plan) -> bool:
@@ -204,10 +214,11 @@ def _start_limit(report: BudgetReport, plan: Plan) -> int | None:
     return plan.free + (byte_count(report.value(reports.WEIGHTS)) or 0)
 
 
-def _starts(report: BudgetReport, plan: Plan) -> bool:
-    """Whether the next start passes vLLM's check with the utilisation as it is. A given size passes it on CPU only."""
+def _starts(report: BudgetReport, plan: Plan, *, size_given: bool) -> bool:
+    """Whether the next start passes vLLM's check with the utilisation as it is. With a ``size_given``, CPU has none."""
     limit, requested = _start_limit(report, plan), byte_count(report.value(reports.REQUESTED))
-    return report.platform != "gpu" or limit is None or requested is None or requested <= limit
+    unchecked = report.platform == "cpu" and size_given
+    return unchecked or limit is None or requested is None or requested <= limit
 
 
 def _start_utilization(report: BudgetReport, plan: Plan) -> float | None:
