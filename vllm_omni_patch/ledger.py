@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.commands import processes
+from vllm_omni_patch.telemetry import processes
 
 State = Literal["pending", "applied", "native", "skipped", "failed"]
 OWN = "loader"  # the patch that holds what the loader itself changes

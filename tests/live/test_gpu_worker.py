@@ -26,6 +26,7 @@ from vllm_omni_patch.loading.apply import install, remove
 from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
 from vllm_omni_patch.patches.available_memory.gpu import budget, profiling
 from vllm_omni_patch.patches.available_memory.report import picture, report
+from vllm_omni_patch.telemetry import numbers
 
 pytest_plugins = ["support.nvml_library"]
 
@@ -296,7 +297,7 @@ def test_no_report_believes_a_stranger(
     worker.model_config = SimpleNamespace(multimodal_config=None)
     if explicit:
         worker.cache_config.kv_cache_memory_bytes = gib(8)
-    report.metrics._values.clear()
+    monkeypatch.setattr(numbers, "mine", numbers.ProcessNumbers())
     worker.determine_available_memory()
     data = written(tmp_path)
     found = inputs(data)

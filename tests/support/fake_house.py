@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,14 @@ class Outcome:
         if self.status or not self.shown:
             raise RuntimeError(f"exit {self.status}\n{self.out}\n{self.err}")
         return self.shown[-1]
+
+
+def gone(folder: str) -> None:
+    """Wait until ``folder`` is removed."""
+    deadline = time.monotonic() + 60
+    while os.path.exists(folder):
+        assert time.monotonic() < deadline, f"{folder} is left"
+        time.sleep(0.02)
 
 
 # Code for the processes: the states of all targets, as {target: [state, reason]}; apart, of those of the loader itself.

@@ -27,7 +27,7 @@ import torch, torch.distributed as dist
 import prometheus_client
 from support.ec_requests import engine
 from vllm_omni_patch import metrics
-from vllm_omni_patch.telemetry import exposition
+from vllm_omni_patch.telemetry import exposition, numbers
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import StepPlan
 from vllm_omni_patch.patches.ec_connector.vllm.worker import WorkerSide, agree_over
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load
@@ -50,7 +50,7 @@ def run(body, *arguments):
     if os.fork() == 0:
         try:
             body(*arguments)
-            metrics.flush()
+            numbers.mine.flush()
             say("-".join(map(str, ["done", *arguments])))
             wait("end")
         except BaseException:

@@ -18,13 +18,14 @@ from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patches.available_memory.cli import app
 from vllm_omni_patch.patches.available_memory.report import picture, report
 from vllm_omni_patch.patches.available_memory.report.report import BudgetReport, Input, emit
+from vllm_omni_patch.telemetry import numbers
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(metrics, "_values", {})
+    monkeypatch.setattr(numbers, "mine", numbers.ProcessNumbers())
     ledger.publish(report.MODEL_LOCAL_KV, None)
     yield
     ledger.publish(report.MODEL_LOCAL_KV, None)

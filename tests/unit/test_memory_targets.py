@@ -21,6 +21,7 @@ from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
 from vllm_omni_patch.patches.available_memory.cpu import explain_cpu
 from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory, host_memory
 from vllm_omni_patch.patches.available_memory.report import report
+from vllm_omni_patch.telemetry import numbers
 
 TARGETS = {target.name: target for target in PATCH.targets}
 GPU = TARGETS["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"]
@@ -240,7 +241,7 @@ def test_cpu_in_a_container_whose_files_cannot_be_read(
             target.write_text(f"{text}\n")
     monkeypatch.setattr(explain_cpu, "host_memory", lambda: host_memory(tmp_path))
     monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
-    monkeypatch.setattr(metrics, "_values", {})
+    monkeypatch.setattr(numbers, "mine", numbers.ProcessNumbers())
     parallel = SimpleNamespace(local_world_size=workers, data_parallel_size_local=1)
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB, parallel_config=parallel))
     assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB

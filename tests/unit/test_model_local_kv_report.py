@@ -275,7 +275,7 @@ def test_a_collection_that_failed_counted_nothing() -> None:
 
 
 def test_what_is_not_known_any_more_has_no_sample_on_the_page() -> None:
-    from vllm_omni_patch.telemetry import exposition
+    from vllm_omni_patch.telemetry import exposition, reading
 
     one = load(spec("page"))
     group = Group("decoder", ("page",))
@@ -283,7 +283,7 @@ def test_what_is_not_known_any_more_has_no_sample_on_the_page() -> None:
     def shown() -> list[float]:
         reconciled = reconcile(Assignment(one.collection.entries, {}), {group: peak})
         report.gauges([one], reconciled)
-        (family,) = [f for f in exposition.families([metrics.snapshot()]) if f.name.endswith("model_local_kv_bytes")]
+        (family,) = [f for f in exposition.families(reading.all_processes()) if f.name.endswith("model_local_kv_bytes")]
         wanted = {"owner": "decoder", "name": "page", "kind": "observed_peak"}
         return [sample.value for sample in family.samples if sample.labels == wanted]
 

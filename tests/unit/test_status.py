@@ -14,7 +14,8 @@ import pytest
 
 from support.fake_house import RELEASE, House
 from vllm_omni_patch.code import installed
-from vllm_omni_patch.commands import mismatches, processes
+from vllm_omni_patch.commands import mismatches
+from vllm_omni_patch.telemetry import processes
 
 LOAD = "vllm.worker:Worker.load"
 EXECUTE = "vllm.runner:Runner.execute"

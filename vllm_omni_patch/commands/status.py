@@ -15,11 +15,12 @@ from typing import Any
 
 from vllm_omni_patch import __version__, flags
 from vllm_omni_patch.code import installed
-from vllm_omni_patch.commands import mismatches, processes
+from vllm_omni_patch.commands import mismatches
 from vllm_omni_patch.loading import discover
 from vllm_omni_patch.loading.discover import Choice, Found
 from vllm_omni_patch.matrix import forecast
 from vllm_omni_patch.patch import Patch, Target
+from vllm_omni_patch.telemetry import processes
 
 PACKAGES = ("vllm", "vllm_omni", "vllm_neuron", "lmcache")
 STARTUP_FILES = ("vllm_omni_patch.pth", "vllm_omni_patch.start")
@@ -242,7 +243,7 @@ def ledgers(folder: str) -> list[dict[str, Any]]:
             with open(os.path.join(folder, name)) as file:
                 one = json.load(file)
             one = {"role": "?", "host": "", "process": {}, **one, "file": name}
-            one["alive"] = processes.is_alive(one)
+            one["alive"] = processes.is_alive(str(one["host"]), int(one["pid"]), int(one.get("born", 0)))
             found.append({**one, "entries": list(one["entries"])})
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -20,12 +20,13 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_patch import __version__, flags, ledger, metrics, startup
+from vllm_omni_patch import __version__, flags, ledger, startup
 from vllm_omni_patch.code import installed
 from vllm_omni_patch.ledger import OWN, Entry, State
 from vllm_omni_patch.loading import announce, discover
 from vllm_omni_patch.loading.imports import Watch
 from vllm_omni_patch.patch import Patch, Target
+from vllm_omni_patch.telemetry import lifetime, run_folder, states
 
 if TYPE_CHECKING:
     from vllm_omni_patch.loading.apply import Installed
@@ -78,7 +79,7 @@ class Loader:
             self.watch.add(name, partial(self.on_import, name))
         self._warn_if_late()
         self._warn_of_removed()
-        metrics.start()
+        lifetime.start()
         ledger.save()
 
     def _warn_if_late(self) -> None:
@@ -96,7 +97,7 @@ class Loader:
 
     def _warn_of_removed(self) -> None:
         """Say what replaced a setting that is still set and is gone: once for an engine, in its first process."""
-        if metrics.is_multiprocessing_child() or ledger.role() in ("model inspection", "ray worker"):
+        if run_folder.is_multiprocessing_child() or ledger.role() in ("model inspection", "ray worker"):
             return
         for line in flags.removed_in(discover.all_flags(self.found), discover.all_removed(self.found)):
             self._say(logging.WARNING, line)
@@ -144,7 +145,7 @@ class Loader:
                 for target in members:
                     self._hook(patch, target, module)
             if mine and patch.name != OWN:
-                metrics.changed()
+                states.update()
                 announce.when_settled()
         if name == ENGINE_SIGN:
             for early in EARLY:
@@ -389,7 +390,7 @@ def engine_starts(road: str) -> None:
         ledger.describe_process(engine_road=road)
         announce.at_engine_start()
         ledger.save()
-        metrics.changed()
+        states.update()
     except Exception as error:
         ledger.say(logging.WARNING, f"the account of what is patched failed: {type(error).__name__}: {error}")
     if flags.read(flags.STRICT):

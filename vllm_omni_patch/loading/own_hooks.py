@@ -42,12 +42,10 @@ def install_engine_start(hook: Hook) -> Undo:
 
 def install_registry(hook: Hook) -> Undo:
     """Put our collector on the registry that ``get_prometheus_registry`` gives out, outside of multiprocess mode."""
-    from vllm_omni_patch import metrics
     from vllm_omni_patch.telemetry import exposition
 
     registry = vars(hook.module)["REGISTRY"]
     exposition.register(registry, hook.note_use)
-    metrics.changed()
     return lambda: exposition.unregister(registry)
 
 
@@ -65,7 +63,6 @@ def install_multiprocess(hook: Hook) -> Undo:
     In multiprocess mode ``prometheus_fastapi_instrumentator`` leaves vLLM's registry aside and makes one for each
     scrape, of which all that is known is that a ``MultiProcessCollector`` is put on it.
     """
-    from vllm_omni_patch import metrics
     from vllm_omni_patch.telemetry import exposition
 
     def init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -74,7 +71,6 @@ def install_multiprocess(hook: Hook) -> Undo:
         if registry:
             try:
                 exposition.register(registry)
-                metrics.changed()
             except Exception as error:
                 ledger.say(logging.WARNING, f"our numbers will not be on /metrics: {error}", "metrics")
         return result

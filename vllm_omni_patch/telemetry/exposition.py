@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_omni_patch import ledger, metrics
-from vllm_omni_patch.metrics import PREFIX, Key
+from vllm_omni_patch import ledger
+from vllm_omni_patch.telemetry import reading, states
+from vllm_omni_patch.telemetry.number_file import Key, Kind
+from vllm_omni_patch.telemetry.reading import Process
 
-INFO_HELP = "State of each target of each asked-for patch: pending, applied, native, skipped or failed."
+PREFIX = "vllm_omni_patch_"
 
 _registries: weakref.WeakKeyDictionary[Any, Collector] = weakref.WeakKeyDictionary()
 
@@ -38,7 +40,7 @@ def unregister(registry: Any) -> None:
 
 
 class Collector:
-    """Reads every process's snapshot at each scrape. Never raises: a scrape without our numbers beats none."""
+    """Reads the numbers of every process at each scrape. Never raises: a scrape without our numbers beats none."""
 
     def __init__(self, on_scrape: Callable[[], None] | None = None) -> None:
         self._on_scrape = on_scrape
@@ -51,70 +53,71 @@ class Collector:
         try:
             if self._on_scrape is not None:
                 self._on_scrape()
-            found = list(families(metrics.read_snapshots()))
+            states.update()
+            return iter(list(families(reading.all_processes())))
         except Exception as error:
             ledger.logger("metrics").debug("could not read the numbers of all processes: %s", error)
             return iter(())
-        return iter(found)
 
 
-def families(snapshots: list[dict[str, Any]]) -> Iterator[Any]:
-    """``prometheus_client`` metric families for the snapshots of one engine's processes."""
+def families(processes: list[Process]) -> Iterator[Any]:
+    """``prometheus_client`` metric families for the processes of one engine."""
     from prometheus_client.core import Metric
 
-    kinds: dict[str, tuple[str, str]] = {}
-    for one in snapshots:
-        for name, (kind, text) in one["families"].items():
-            kinds.setdefault(name, (kind, text))
-    sums, gauges = _merge(snapshots, kinds)
-    for name, (kind, text) in sorted(kinds.items()):
+    about: dict[str, tuple[Kind, str]] = {}
+    for process in processes:
+        for (name, _), number in process.numbers.items():
+            about.setdefault(name, (number.kind, number.help))
+    samples = sorted({**_sums(processes), **_gauges(processes), **_states(processes)}.items())
+    for name, (kind, text) in sorted(about.items()):
         family = Metric(PREFIX + (name.removesuffix("_total") if kind == "counter" else name), text, kind)
-        for (of, pairs), value in sorted((sums if kind == "counter" else gauges).items()):
+        for (of, labels), value in samples:
             if of == name:
-                family.add_sample(PREFIX + name, dict(pairs), value)
+                family.add_sample(PREFIX + name, dict(labels), value)
         yield family
-    info = Metric(f"{PREFIX}info", INFO_HELP, "gauge")
-    for labels in states(snapshots):
-        info.add_sample(f"{PREFIX}info", labels, 1.0)
-    yield info
 
 
-def _merge(
-    snapshots: list[dict[str, Any]], kinds: dict[str, tuple[str, str]]
-) -> tuple[dict[Key, float], dict[Key, float]]:
+def _sums(processes: list[Process]) -> dict[Key, float]:
     sums: dict[Key, float] = {}
-    seen: dict[Key, dict[tuple[str, str], float]] = {}
-    for one in snapshots:
-        alive = metrics.is_alive(one)
-        for name, pairs, value in one["values"]:
-            key = (name, tuple((str(k), str(v)) for k, v in pairs))
-            if kinds[name][0] == "counter":
-                sums[key] = sums.get(key, 0.0) + value
-            elif alive and not math.isnan(value):
-                seen.setdefault(key, {})[(one["host"], str(one["pid"]))] = value
+    for process in processes:
+        for key, number in process.numbers.items():
+            if number.kind == "counter":
+                sums[key] = sums.get(key, 0.0) + number.value
+    return sums
+
+
+def _gauges(processes: list[Process]) -> dict[Key, float]:
+    """Gauges that living processes know, told apart where several know the same one."""
+    known: dict[Key, dict[tuple[str, str], float]] = {}
+    for process in processes:
+        for key, number in process.numbers.items():
+            if process.alive and number.kind == "gauge" and key[0] != states.NAME and not math.isnan(number.value):
+                known.setdefault(key, {})[(process.host, str(process.pid))] = number.value
     gauges: dict[Key, float] = {}
-    for (name, labels), by_process in seen.items():
+    for (name, labels), by_process in known.items():
         hosts = {host for host, _ in by_process}
         for (host, pid), value in by_process.items():
             where = (("host", host),) if len(hosts) > 1 else ()
             more = (("pid", pid), *where) if len(by_process) > 1 else ()
             gauges[(name, (*labels, *more))] = value
-    return sums, gauges
+    return gauges
 
 
-def states(snapshots: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Labels of ``vllm_omni_patch_info``, one row per target and state that some living process reports.
+def _states(processes: list[Process]) -> dict[Key, float]:
+    """Each state of a target that some living process reports, once.
 
     ``pending`` is left out where another process has settled the target: that process just never imports it.
     """
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for one in snapshots:
-        if metrics.is_alive(one):
-            for patch, target, state in one["states"]:
-                found.setdefault((patch, target), {}).setdefault(state, one["vllm_version"])
-    rows = []
-    for (patch, target), by_state in sorted(found.items()):
-        for state, version in sorted(by_state.items()):
-            if state != "pending" or len(by_state) == 1:
-                rows.append({"patch": patch, "target": target, "state": state, "vllm_version": version})
-    return rows
+    for process in processes:
+        for (name, labels), number in process.numbers.items():
+            if process.alive and name == states.NAME and not math.isnan(number.value):
+                label = dict(labels)
+                by_state = found.setdefault((label["patch"], label["target"]), {})
+                by_state.setdefault(label["state"], label["vllm_version"])
+    return {
+        (states.NAME, states.labels(patch, target, state, version)): 1.0
+        for (patch, target), by_state in found.items()
+        for state, version in by_state.items()
+        if state != "pending" or len(by_state) == 1
+    }

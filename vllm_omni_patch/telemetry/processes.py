@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
 
 _mine: int | None = None
 
@@ -19,24 +18,22 @@ def born() -> int:
     return _mine
 
 
-def is_alive(one: dict[str, Any]) -> bool | None:
-    """Whether the process with the ``pid``, ``host`` and :func:`born` (``"born"``) of a file runs; ``None`` for one on
-    another host. One that has ended and that its parent did not ask for yet (a zombie) does not run.
+def is_alive(host: str, pid: int, began: int) -> bool | None:
+    """Whether the process with this id that :func:`began <born>` then runs; ``None`` for one on another host.
 
-    Raises:
-        KeyError, ValueError, TypeError: the file does not say.
+    One that has ended and that its parent did not ask for yet (a zombie) does not run. ``began`` is 0 where the process
+    could not tell.
     """
-    if one["host"] != platform.node():
+    if host != platform.node():
         return None
-    pid = int(one["pid"])
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
         pass  # another user's
-    state, began = _look(pid)
-    return state not in ("Z", "X") and (not began or not one.get("born") or one["born"] == began)
+    state, now = _look(pid)
+    return state not in ("Z", "X") and (not now or not began or began == now)
 
 
 def _look(pid: int) -> tuple[str, int]:
