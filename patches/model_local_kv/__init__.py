@@ -6,11 +6,9 @@ The declaration only; importing it imports no installer, no torch and no vLLM.
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from vllm_omni_patch.patch import Contract, Patch, Target
 
-from .families import FAMILIES
+from .families.targets import TARGETS as OWNERS
 from .flags import FLAGS
 from .uses import CACHE, USES
 
@@ -97,7 +95,7 @@ PATCH = Patch(
     effect="reports",
     targets=(
         *RUNNERS,
-        *(target for name in FAMILIES for target in import_module(f"{_ROOM}.families.{name}").TARGETS),
+        *OWNERS,
         CACHE,
     ),
     flags=FLAGS,

@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,3 +148,23 @@ def test_a_declarer_that_raises_changes_nothing_but_its_row(run: Callable[..., R
     assert [entry["name"] for entry in load["entries"]] == ["codec_cache"]
     assert "broken: model_local_kv_specs() of Broken failed" in bad.log
     assert os.path.basename(local_kv_plugin.__file__) == "local_kv_plugin.py"
+
+
+def test_a_family_is_imported_with_its_models_module_and_not_before() -> None:
+    """A process that imports vLLM and its runners holds no family; importing a model brings that model's alone."""
+    code = """
+        import sys
+        import vllm.v1.worker.gpu_model_runner
+        from vllm_omni_patch import ledger
+        def families():
+            here = "vllm_omni_patch.patches.model_local_kv.families."
+            return [n.removeprefix(here) for n in sys.modules if n.startswith(here) and n != here + "targets"]
+        print(families())
+        import vllm.model_executor.models.deepencoder2 as model
+        print(sorted(families()), [e.state for e in ledger.entries() if e.target.startswith(model.__name__)])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=engine_process.environment("model_local_kv"), capture_output=True, text=True, timeout=300, cwd="/",
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-2:] == ["[]", "['attach', 'deepseek_ocr2'] ['applied']"], done.stderr

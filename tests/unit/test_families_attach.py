@@ -13,11 +13,9 @@ import pytest
 
 from vllm_omni_patch.patch import Hook, Target
 from vllm_omni_patch.patches.model_local_kv import PATCH
-from vllm_omni_patch.patches.model_local_kv.families import FAMILIES
 from vllm_omni_patch.patches.model_local_kv.families.attach import attach, declares
+from vllm_omni_patch.patches.model_local_kv.families.targets import TARGETS
 from vllm_omni_patch.patches.model_local_kv.specs import CORRECTED, METHOD
-
-ROOM = "vllm_omni_patch.patches.model_local_kv.families"
 
 
 def hook_for(owner: Any) -> Hook:
@@ -95,21 +93,22 @@ def test_a_target_that_is_no_class_is_refused() -> None:
         attach(hook_for(42), lambda owner: [])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_targets_name_functions_that_exist(family: str) -> None:
-    targets = importlib.import_module(f"{ROOM}.{family}").TARGETS
-    assert targets
-    for target in targets:
-        for name in (target.install, target.verify):
-            home, _, function = name.partition(":")
-            assert callable(getattr(importlib.import_module(home), function))
-        # Native declarations are completed, not stood aside for; see the note of attach.
-        assert target.optional and target.note and target.native is None
-        assert target in PATCH.targets
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.qualname)
+def test_targets_name_functions_that_exist(target: Target) -> None:
+    for name in (target.install, target.verify):
+        module, _, function = name.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+    # Native declarations are completed; no target stands aside for them. See attach.
+    assert target.optional and target.note and target.native is None
+    assert target in PATCH.targets
 
 
-def test_families_import_neither_torch_nor_vllm() -> None:
-    names = ", ".join(f"{ROOM}.{family}" for family in FAMILIES)
-    code = f"import sys, {names}; print([n for n in ('torch', 'vllm', 'transformers', 'wrapt') if n in sys.modules])"
+def test_a_declaration_imports_no_family_and_a_family_neither_torch_nor_vllm() -> None:
+    modules = sorted({target.install.partition(":")[0] for target in TARGETS})
+    code = (
+        f"import sys, vllm_omni_patch.patches.model_local_kv; print([n for n in {modules} if n in sys.modules]);"
+        f"import {', '.join(modules)}; "
+        "print([n for n in ('torch', 'vllm', 'transformers', 'wrapt') if n in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split() == ["[]", "[]"]

@@ -12,41 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Target, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from ..specs import CORRECTED, METHOD, ModelLocalKVSpec
 
 Declare = Callable[[Any], Sequence[ModelLocalKVSpec]]
-
-_MODELS = "vllm_omni.model_executor.models."
-
-
-def owner_target(
-    family: str,
-    module: str,
-    owner: str,
-    *,
-    note: str,
-    contract: Contract | None = None,
-    install: str = "install",
-    distribution: str = "vllm-omni",
-) -> Target:
-    """The target of one owner class of ``families/<family>.py``.
-
-    ``module`` is relative to ``vllm_omni.model_executor.models`` unless ``distribution`` is another one. Every owner
-    is optional: a release without the model is an ordinary one.
-    """
-    room = f"{__package__}.{family}"
-    return Target(
-        module=_MODELS + module if distribution == "vllm-omni" else module,
-        qualname=owner,
-        install=f"{room}:{install}",
-        verify=f"{__name__}:declares",
-        distribution=distribution,
-        contract=contract or Contract(),
-        optional=True,
-        note=note,
-    )
 
 
 def attach(hook: Hook, declare: Declare) -> Undo:

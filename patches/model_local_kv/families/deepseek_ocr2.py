@@ -14,21 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target, parameter_dtype
-
-TARGETS = (
-    owner_target(
-        "deepseek_ocr2",
-        "vllm.model_executor.models.deepencoder2",
-        "Qwen2Decoder2Encoder",
-        distribution="vllm",
-        contract=Contract(base_methods=("forward",), class_attributes=("model", "query_768", "query_1024")),
-        note="a cache that transformers builds by default, per image view",
-    ),
-)
+from .attach import attach, parameter_dtype
 
 
 def install(hook: Hook) -> Undo:

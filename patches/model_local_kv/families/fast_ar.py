@@ -18,29 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target, parameter_dtype
-
-_CONTRACT = Contract(base_methods=("_ensure_buffers",), class_attributes=("config", "_num_codebooks"))
-
-TARGETS = (
-    owner_target(
-        "fast_ar",
-        "fish_speech.fish_speech_fast_ar",
-        "FishSpeechFastAR",
-        contract=_CONTRACT,
-        note="per-frame codebook buffers; specs.inert before 0.22",
-    ),
-    owner_target(
-        "fast_ar",
-        "audio8_tts.audio8_tts_fast_ar",
-        "Audio8TTSFastAR",
-        contract=_CONTRACT,
-        note="per-frame codebook buffers",
-    ),
-)
+from .attach import attach, parameter_dtype
 
 _NAME = "fast_ar_buffers"
 

@@ -25,32 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target, parameter_dtype
-
-TARGETS = (
-    owner_target(
-        "mimo_audio",
-        "mimo_audio.mimo_audio_llm",
-        "MiMoAudioLLMForConditionalGeneration",
-        contract=Contract(
-            base_methods=("base_local_forward",),
-            class_attributes=(
-                "local_config",
-                "input_local_config",
-                "local_transformer",
-                "input_local_transformer",
-                "group_size",
-                "delay_pattern",
-                "local_forward_cg_by_bs",
-                "input_local_transformer_cg_by_bs",
-            ),
-        ),
-        note="local transformers: one cache per call, and captured buckets",
-    ),
-)
+from .attach import attach, parameter_dtype
 
 
 def install(hook: Hook) -> Undo:

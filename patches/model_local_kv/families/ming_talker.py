@@ -22,28 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target, parameter_dtype
-
-TARGETS = (
-    owner_target(
-        "ming_talker",
-        "ming_flash_omni.talker_module",
-        "MingAudioGenerator",
-        contract=Contract(base_methods=("_init_kv_cache",), class_attributes=("_llm_config", "_model")),
-        note="static cache of the talker, one request at a time",
-    ),
-    owner_target(
-        "ming_talker",
-        "ming_flash_omni.ming_flash_omni_talker",
-        "MingFlashOmniTalkerForConditionalGeneration",
-        install="install_talker",
-        contract=Contract(base_methods=("forward",), class_attributes=("audio_generator",)),
-        note="answers for its audio_generator, which is not a submodule",
-    ),
-)
+from .attach import attach, parameter_dtype
 
 
 def install(hook: Hook) -> Undo:

@@ -26,24 +26,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target
-
-TARGETS = (
-    owner_target(
-        "minicpm_o",
-        "minicpmo_4_5.minicpmo_4_5_omni_llm",
-        "MiniCPMWhisperEncoder",
-        contract=Contract(
-            base_methods=("forward",),
-            class_attributes=("layers",),
-            module_attributes=("MiniCPMO45OmniLLMForConditionalGeneration",),
-        ),
-        note="one encoder cache per duplex session; specs.inert before 0.28 and in turn mode",
-    ),
-)
+from .attach import attach
 
 _NAME = "whisper_encoder_self_attn"
 _THINKER = "MiniCPMO45OmniLLMForConditionalGeneration"

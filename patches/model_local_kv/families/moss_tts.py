@@ -23,21 +23,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target
-
-TARGETS = tuple(
-    owner_target(
-        "moss_tts",
-        f"moss_tts.{module}",
-        "MossAudioTokenizerModel",
-        contract=Contract(class_attributes=("decoder",)),
-        note="streaming decoder: a ring per attention and slot",
-    )
-    for module in ("audio_tokenizer", "audio_tokenizer_v2")
-)
+from .attach import attach
 
 _NAME = "decoder_ring"
 _CONTEXT_UNSET = 1024  # both codecs' own capacity for an attention without a context

@@ -22,23 +22,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target
+from .attach import attach
 
-_TALKER = "nemotron_voicechat.nemotron_voicechat_talker"
 _NATIVE = "vllm_omni.model_executor.models.nemotron_voicechat.talker_native"
-
-TARGETS = (
-    owner_target(
-        "nemotron_voicechat",
-        _TALKER,
-        "NemotronVoiceChatTalkerForConditionalGeneration",
-        contract=Contract(base_methods=("forward",), class_attributes=("tts",)),
-        note="static caches of captured decode steps; sessions without them have no bound",
-    ),
-)
 
 
 def install(hook: Hook) -> Undo:

@@ -18,20 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target, parameter_dtype
-
-TARGETS = (
-    owner_target(
-        "personaplex",
-        "personaplex.personaplex_mimi",
-        "_MimiStreamingTransformer",
-        contract=Contract(base_methods=("streaming_init",), class_attributes=("layers", "context", "_kv")),
-        note="ring of the streaming Mimi codec, per session slot",
-    ),
-)
+from .attach import attach, parameter_dtype
 
 
 def install(hook: Hook) -> Undo:

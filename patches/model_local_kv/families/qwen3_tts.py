@@ -26,20 +26,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_omni_patch.patch import Contract, Hook, Undo
+from vllm_omni_patch.patch import Hook, Undo
 
 from .. import specs
-from .attach import attach, owner_target, parameter_dtype
-
-TARGETS = (
-    owner_target(
-        "qwen3_tts",
-        "qwen3_tts.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2",
-        "Qwen3TTSTokenizerV2Decoder",
-        contract=Contract(base_methods=("forward",), class_attributes=("pre_transformer",)),
-        note="codec decoder: per-request cache, working copies, captured graphs; specs.inert before 0.28",
-    ),
-)
+from .attach import attach, parameter_dtype
 
 _NAME = "codec_decoder"
 
