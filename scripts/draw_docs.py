@@ -30,9 +30,8 @@ def main() -> None:
     reports = parser.parse_args().reports
     draw(
         "status.svg",
-        "vllm-omni-patch status --brief --report-dir reports",
+        "vllm-omni-patch status --report-dir reports",
         "status",
-        "--brief",
         "--report-dir",
         reports,
     )

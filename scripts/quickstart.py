@@ -110,7 +110,7 @@ def refusal(model: str, folder: Path) -> str:
 def status(reports: Path) -> None:
     """The status table of the running engine."""
     program = Path(sys.executable).parent / "vllm-omni-patch"
-    subprocess.run([str(program), "status", "--brief", "--report-dir", str(reports)], check=False)
+    subprocess.run([str(program), "status", "--report-dir", str(reports)], check=False)
 
 
 def metric(text: str, name: str) -> float:

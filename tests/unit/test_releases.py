@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from support import package_index
 from vllm_omni_patch import flags
-from vllm_omni_patch.code import releases
+from vllm_omni_patch.code import installed, releases
 from vllm_omni_patch.code.releases import ReleaseError, fetch, open_installed, parse_spec, read_path
 
 FILES = {
@@ -171,3 +172,16 @@ def test_specs():
     for text in ("vllm", "vllm>=1", "vllm==", "==1", "vllm==new"):
         with pytest.raises(ReleaseError, match="write it as vllm==0"):
             parse_spec(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("__version__ = version = '0.32.0'\n", "0.32.0"),
+        ("version: str\n__version__: str\n__version__ = '0.26.0+empty'\n", "0.26.0+empty"),
+        ("from vllm._version import __version__\n", None),
+    ],
+)
+def test_a_release_is_read_from_text(tmp_path: Path, text: str, release: str | None) -> None:
+    (tmp_path / "_version.py").write_text(text)
+    assert installed.text_release(str(tmp_path)) == release

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from support.fake_house import RELEASE, House
-from vllm_omni_patch.code import installed
-from vllm_omni_patch.commands import mismatches
+from vllm_omni_patch.commands import judge
 from vllm_omni_patch.telemetry import processes
 
 LOAD = "vllm.worker:Worker.load"
@@ -140,7 +139,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert {e["target"]: (e["state"], e["called"]) for e in probe} == {
         LOAD: ("applied", True), EXECUTE: ("applied", False), "vllm_omni.worker:W.x": ("pending", False)
     }  # fmt: skip
-    text = command(house, "status", "--report-dir", str(house.reports), flag=None).stdout
+    text = command(house, "status", "--verbose", "--report-dir", str(house.reports), flag=None).stdout
     assert "applied, called" in text
 
 
@@ -245,10 +244,10 @@ def test_a_filtered_plugin_and_a_missing_startup_file_are_a_problem(house: House
         cwd="/", capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    assert found["roads"]["filtered"] is True
-    if not found["roads"]["startup"]:
+    assert found["activation_paths"]["filtered"] is True
+    if not found["activation_paths"]["startup"]:
         assert done.returncode == 1
-        assert any("neither road is open" in line and "VLLM_PLUGINS" in line for line in found["problems"])
+        assert any("No activation path is open" in line and "VLLM_PLUGINS" in line for line in found["problems"])
 
 
 def _without_site(house: House) -> str:
@@ -292,7 +291,7 @@ def test_help_and_flags_run(house: House, words: list[str]) -> None:
 def test_an_old_copy_on_the_path_is_a_problem(house: House) -> None:
     house.distribution("vllm-omni-patch", "0.0.1", {})
     found = status(house, code=1)
-    assert any("several copies are installed (0.0.1 in " in line for line in found["problems"])
+    assert any("Several copies are installed (0.0.1 in " in line for line in found["problems"])
 
 
 # -- the processes of an engine
@@ -306,9 +305,6 @@ def test_status_shows_each_process_and_what_it_did(house: House) -> None:
     assert process["alive"] is False
     assert [e["state"] for e in process["entries"] if e["patch"] == "probe"] == ["applied", "pending", "pending"]
     assert found["mismatches"] == []
-    text = command(house, "status", "--report-dir", str(house.reports), flag=None).stdout
-    assert "applied" in text
-    assert "6 not imported here" in text  # 2 of the probe, 4 of the loader itself
 
 
 def test_a_process_that_ended_is_not_alive_again_when_its_id_is(house: House) -> None:
@@ -346,44 +342,49 @@ def process(pid: int, state: str, **facts: Any) -> dict[str, Any]:
 
 
 def test_a_worker_that_differs_is_called_out() -> None:
-    assert mismatches.find([process(1, "applied"), process(2, "skipped")]) == [
+    assert judge.mismatches([process(1, "applied"), process(2, "skipped")]) == [
         "p: m:f is applied in api server 1, and skipped in worker 2"
     ]
-    assert mismatches.find([process(1, "applied"), process(2, "applied", vllm_version="8", flag="p")]) == [
+    assert judge.mismatches([process(1, "applied"), process(2, "applied", vllm_version="8", flag="p")]) == [
         "the version of vLLM differs: '7' in api server 1; '8' in worker 2",
         "the value of VLLM_OMNI_PATCH differs: '1' in api server 1; 'p' in worker 2",
     ]
 
 
 def test_what_a_process_never_imported_and_another_run_are_no_difference() -> None:
-    assert mismatches.find([process(1, "pending"), process(2, "applied")]) == []
-    assert mismatches.find([process(1, "applied"), process(2, "skipped", run="other")]) == []
+    assert judge.mismatches([process(1, "pending"), process(2, "applied")]) == []
+    assert judge.mismatches([process(1, "applied"), process(2, "skipped", run="other")]) == []
 
 
-# -- releases
+# -- for people
 
 
-@pytest.mark.parametrize(
-    ("text", "release"),
-    [
-        ("__version__ = version = '0.32.0'\n", "0.32.0"),
-        ("version: str\n__version__: str\n__version__ = '0.26.0+empty'\n", "0.26.0+empty"),
-        ("from vllm._version import __version__\n", None),
-    ],
-)
-def test_a_release_is_read_from_text(tmp_path: Path, text: str, release: str | None) -> None:
-    (tmp_path / "_version.py").write_text(text)
-    assert installed.text_release(str(tmp_path)) == release
-
-
-# -- in brief
-
-
-def test_brief_counts_targets_and_names_those_that_are_not_applied(house: House) -> None:
+def test_a_line_for_each_patch_and_process(house: House) -> None:
     house.run("import vllm.worker", ENGINE, "show(1)", VLLM_OMNI_PATCH_REPORT_DIR=str(house.reports))
-    done = command(house, "status", "--brief", "--report-dir", str(house.reports))
-    rows = [line for line in done.stdout.splitlines() if "probe" in line and "│" in line]
-    assert len(rows) == 1
-    assert "1 applied" in rows[0]
-    assert "not imported here" in rows[0]
-    assert "Worker.load" not in rows[0]
+    done = command(house, "status", "--report-dir", str(house.reports))
+    (row,) = (line for line in done.stdout.splitlines() if line.strip().startswith("probe"))
+    assert row.split("probe")[1].strip() == "1 applied, 2 not imported here"
+    assert "Worker.load" not in done.stdout
+    verbose = command(house, "status", "--verbose", "--report-dir", str(house.reports)).stdout
+    assert f"probe: {LOAD}\n      applied" in verbose
+    assert "  6 not imported here" in verbose  # 2 of the probe, 4 of the loader itself
+
+
+def test_what_was_asked_for_and_would_not_be_applied_is_named_with_its_reason(house: House) -> None:
+    contract = 'contract=Contract(parameters=(Parameter("missing"),))'
+    house.patch(
+        "probe", f'T("vllm.worker", "Worker.load"), T("vllm.runner", "Runner.execute", {contract})', [LOAD, EXECUTE]
+    )
+    text = command(house, "status").stdout
+    (row,) = (line for line in text.splitlines() if line.startswith("probe"))
+    assert row.split() == ["probe", "yes", "1", "applied,", "1", "skipped"]
+    assert f"  - probe: {EXECUTE}: " in text.partition("not applied")[2]
+    assert LOAD not in text
+    assert LOAD in command(house, "status", "--verbose").stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_no_line_is_wider_than_the_terminal_but_for_a_name(house: House, columns: int) -> None:
+    for words in (["status"], ["status", "-v"]):
+        lines = command(house, *words, COLUMNS=str(columns)).stdout.splitlines()
+        assert [line for line in lines if len(line) > columns and " " in line.strip()] == []

@@ -66,26 +66,28 @@ def status(
         Path | None,
         typer.Option(help="Folder with the ledgers of a running engine. Default: VLLM_OMNI_PATCH_REPORT_DIR."),
     ] = None,
-    brief: Annotated[
-        bool, typer.Option("--brief", help="One row for each patch; targets are counted, and named where not applied.")
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List every target, with what is proved of it and why.")
     ] = False,
 ) -> None:
-    """Show what this environment would do and, from the ledgers, what every process of an engine did.
+    """Show what this environment would do or, from the ledgers, what every process of an engine did.
+
+    A line for each patch and process; targets that were asked for and are not applied are named with the reason.
 
     Exit status: 0; 1 when something failed, cannot be loaded or cannot be reached, or processes differ; 2 for a wrong
     call. A target that is skipped does not count here: 'vllm-omni-patch matrix' exits 1 for one.
     """
-    from vllm_omni_patch.commands import status as account
+    from vllm_omni_patch.commands import status as facts
     from vllm_omni_patch.commands import status_text
 
     if report_dir is not None and not report_dir.is_dir():
         typer.echo(f"{report_dir} is not a folder. Name the one that VLLM_OMNI_PATCH_REPORT_DIR was set to.", err=True)
         raise typer.Exit(2)
-    found = account.gather(str(report_dir) if report_dir is not None else None)
+    found = facts.gather(str(report_dir) if report_dir is not None else None)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        status_text.show(found, brief=brief)
+        status_text.show(found, verbose=verbose)
     raise typer.Exit(1 if found["problems"] or found["mismatches"] else 0)
 
 

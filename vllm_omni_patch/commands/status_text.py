@@ -1,179 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-omni-patch status`` for people: the account of ``status.py`` as tables."""
+"""``vllm-omni-patch status`` for people: a line per patch and process, or every target with its reason."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 COLOURS = {"applied": "green", "native": "cyan", "pending": "dim", "skipped": "yellow", "failed": "bold red"}
-WIDE = 160  # where the output goes to a file or a pipe, which has no width
+PIPE = 120  # columns where the output goes to a file or a pipe, which has no width
+WORDS = {"pending": "not imported here", "native": "native in this release"}
 
 
-def show(found: dict[str, Any], console: Console | None = None, brief: bool = False) -> None:
-    """Print the account; ``brief``: one row for each patch."""
-    out = console or Console(soft_wrap=False)
-    if not out.is_terminal and console is None:
-        out = Console(width=WIDE)
-    _environment(out, found)
+def show(found: dict[str, Any], console: Console | None = None, verbose: bool = False) -> None:
+    """Print what :func:`.status.gather` returned. ``verbose``: every target."""
+    out = console or Console(highlight=False)
+    if console is None and not out.is_terminal and "COLUMNS" not in os.environ:
+        out = Console(highlight=False, width=PIPE)
+    _environment(out, found, verbose)
+    out.print()
     if found["processes"]:
-        (_processes_in_brief if brief else _processes)(out, found["processes"])
+        (_processes_verbose if verbose else _processes)(out, found["processes"])
     else:
-        (_would_be_in_brief if brief else _would_be)(out, found["targets"])
-    for title, style, lines in (
-        ("differences between processes", "bold red", found["mismatches"]),
-        ("problems", "bold red", found["problems"]),
-    ):
-        if lines:
-            out.print(f"[{style}]{title}[/]")
-            for line in lines:
-                out.print(f"  - {escape(line)}", highlight=False)
+        (_targets_verbose if verbose else _targets)(out, found["targets"])
+    _list(out, "differences between processes", found["mismatches"])
+    _list(out, "problems", found["problems"])
+    if not verbose:
+        out.print("\n--verbose lists every target.", style="dim")
 
 
-def _environment(out: Console, found: dict[str, Any]) -> None:
-    package, flag, roads = found["package"], found["flag"], found["roads"]
+# -- this environment
+
+
+def _environment(out: Console, found: dict[str, Any], verbose: bool) -> None:
+    package, flag, paths = found["package"], found["flag"], found["activation_paths"]
+    here = {name: one for name, one in found["installed"].items() if one is not None}
+    asked = f"on: {', '.join(flag['patches']) or 'no known patch'}" if flag["on"] else "off"
     rows = [
         ("vllm-omni-patch", f"{package['version']}, Python {package['python']}, {package['location']}"),
-        (
-            flag["name"],
-            f"{flag['value']!r}: " + (f"on, {', '.join(flag['patches']) or 'no known patch'}" if flag["on"] else "off"),
-        ),
-        ("startup file", _startup(roads)),
-        ("plugin entry point", _plugin(roads)),
+        (flag["name"], f"{flag['value']!r}, {asked}" if flag["value"] else asked),
+        ("startup file", _startup(paths)),
+        ("plugin entry point", _plugin(paths)),
     ]
-    for name, one in found["installed"].items():
-        text = "not installed"
-        if one is not None:
-            text = f"{one['release'] or 'unknown release'} ({one['distribution'] or 'no metadata'}), {one['location']}"
-        rows.append((name, text))
+    for name, one in here.items():
+        where = f", {one['location']}" if verbose else ""
+        rows.append((name, f"{one['release'] or 'unknown release'} ({one['distribution'] or 'no metadata'}){where}"))
+    if len(here) < len(found["installed"]):
+        rows.append(("not installed", ", ".join(name for name in found["installed"] if name not in here)))
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for left, right in rows:
         table.add_row(f"[bold]{escape(left)}[/]", escape(right))
     out.print(table)
-    out.print()
 
 
-def _startup(roads: dict[str, Any]) -> str:
-    read = [one["path"] for one in roads["startup_files"] if one["read"]]
-    other = [one["path"] for one in roads["startup_files"] if not one["read"]]
+def _startup(paths: dict[str, Any]) -> str:
+    read = [one["path"] for one in paths["startup_files"] if one["read"]]
+    other = [one["path"] for one in paths["startup_files"] if not one["read"]]
     if read:
         return f"read from {', '.join(read)}"
     return f"not read: {', '.join(other)} is in no site folder" if other else "missing"
 
 
-def _plugin(roads: dict[str, Any]) -> str:
-    if not roads["entry_point"]:
+def _plugin(paths: dict[str, Any]) -> str:
+    if not paths["entry_point"]:
         return "not visible"
-    if roads["filtered"]:
-        return f"visible, and filtered out by VLLM_PLUGINS={roads['vllm_plugins']!r}"
-    return "visible"
+    return f"excluded by VLLM_PLUGINS={paths['vllm_plugins']!r}" if paths["filtered"] else "visible"
 
 
-def _would_be(out: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="what this environment would do", title_justify="left", expand=False)
-    for column in ("patch", "target", "release", "would be", "evidence", "reason"):
-        table.add_column(column, overflow="fold")
-    for row in sorted(rows, key=lambda row: not row["asked"]):  # what was asked for comes first
-        if row["distribution"] and row["release"] is None and row["would_be"] == "skipped":
-            continue  # a package that is not here; the JSON has them
-        state = row["would_be"] if row["asked"] else f"{row['would_be']} (if asked for)"
-        table.add_row(
-            row["patch"],
-            escape(row["target"].replace(":", ":\n") or "the patch as a whole"),
-            f"{row['distribution']} {row['release'] or ''}".strip(),
-            f"[{COLOURS.get(row['would_be'], 'white')}]{state}[/]",
-            _proof(row),
-            escape(row["reason"]),
-        )
+def _targets(out: Console, rows: Sequence[dict[str, Any]]) -> None:
+    table = _table("what this environment would do", "patch", "asked for", "targets")
+    missed = []
+    for patch, mine in _here(rows).items():
+        asked = [row for row in mine if row["asked"]]
+        table.add_row(patch, "yes" if asked else "no", _counts(asked or mine))
+        missed += [f"{patch}: {_name(row)}: {row['reason']}" for row in asked if _is_missed(row)]
     out.print(table)
-    gone = sorted({row["distribution"] for row in rows if row["release"] is None and row["would_be"] == "skipped"})
+    _list(out, "not applied", missed)
+
+
+def _targets_verbose(out: Console, rows: Sequence[dict[str, Any]]) -> None:
+    for patch, mine in _here(rows).items():
+        asked = any(row["asked"] for row in mine)
+        _heading(out, patch, "" if asked else "not asked for")
+        for row in mine:
+            devices = f" ({', '.join(row['devices'])})" if row["devices"] else ""
+            proof = f", {row['evidence']}{devices}" if row["evidence"] else ""
+            off = ", not asked for" if asked and not row["asked"] else ""
+            _one(out, row, row["would_be"], proof + off, [row["reason"]])
+    gone = sorted({row["distribution"] for row in rows if row["target"] and row["release"] is None})
     if gone:
-        out.print(f"Targets of packages that are not installed are left out: {', '.join(gone)}.", highlight=False)
+        out.print(f"\nTargets of packages that are not installed are left out: {', '.join(gone)}.")
 
 
-def _proof(row: dict[str, Any]) -> str:
-    """``live (cpu)``; nothing for a target that does not apply."""
-    devices = f" ({', '.join(row['devices'])})" if row.get("devices") else ""
-    return f"{row.get('evidence') or ''}{devices}"
+def _here(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of what is installed, by patch, with what would become of them as their state."""
+    here: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["release"] is not None or not row["target"]:
+            here.setdefault(row["patch"], []).append({**row, "state": row["would_be"]})
+    return here
 
 
-def _processes(out: Console, processes: list[dict[str, Any]]) -> None:
-    table = Table(title="what each process did", title_justify="left")
-    for column in ("process", "road", "vLLM", "patch", "target", "state", "notes"):
-        table.add_column(column, overflow="fold")
+# -- the processes of an engine
+
+
+def _processes(out: Console, processes: Sequence[dict[str, Any]]) -> None:
+    table = _table("what each process did", "process", "vLLM", "patch", "targets")
+    missed: dict[str, list[str]] = {}
     for one in processes:
-        about = one["process"]
-        alive = {True: "", False: " (ended)", None: f" on {one['host']}"}[one["alive"]]
-        head = [f"{one['role']} {one['pid']}{alive}", about.get("road", "?"), about.get("vllm_version", "?")]
-        rows = [entry for entry in one["entries"] if entry["state"] != "pending"]
-        waiting = len(one["entries"]) - len(rows)
-        for entry in rows:
-            table.add_row(
-                *head, entry["patch"], escape(entry["target"].replace(":", ":\n")), _state(entry), _notes(entry)
-            )
-            head = ["", "", ""]
-        if waiting:
-            table.add_row(*head, "", "", f"[dim]{waiting} not imported here[/]", "")
-        table.add_section()
-    out.print(table)
-
-
-def _would_be_in_brief(out: Console, rows: list[dict[str, Any]]) -> None:
-    here = [{**row, "state": row["would_be"]} for row in rows if row["release"] is not None or not row["distribution"]]
-    table = Table(title="what this environment would do", title_justify="left")
-    for column in ("patch", "asked for", "targets", "notes"):
-        table.add_column(column, overflow="fold")
-    for patch in dict.fromkeys(row["patch"] for row in here):
-        mine = [row for row in here if row["patch"] == patch]
-        table.add_row(patch, "yes" if mine[0]["asked"] else "no", *_counts(mine))
-    out.print(table)
-
-
-def _processes_in_brief(out: Console, processes: list[dict[str, Any]]) -> None:
-    table = Table(title="what each process did", title_justify="left")
-    for column in ("process", "vLLM", "patch", "targets", "notes"):
-        table.add_column(column, overflow="fold")
-    for one in processes:
-        alive = {True: "", False: " (ended)", None: f" on {one['host']}"}[one["alive"]]
-        head = [f"{one['role']} {one['pid']}{alive}", one["process"].get("vllm_version", "?")]
+        head = [_who(one), one["process"].get("vllm_version", "?")]
         for patch in dict.fromkeys(entry["patch"] for entry in one["entries"]):
             mine = [entry for entry in one["entries"] if entry["patch"] == patch]
-            table.add_row(*head, patch, *_counts(mine))
+            table.add_row(*head, patch, _counts(mine))
             head = ["", ""]
-        table.add_section()
+            for entry in filter(_is_missed, mine):
+                text = f"{patch}: {_name(entry)}: {entry['reason']}"
+                missed.setdefault(text, []).append(f"{one['role']} {one['pid']}")
     out.print(table)
+    _list(out, "not applied", [f"{text.rstrip('.')} (in {', '.join(who)})" for text, who in missed.items()])
 
 
-def _counts(entries: list[dict[str, Any]]) -> tuple[str, str]:
-    """``"5 applied, 2 not imported here"``, and what is to be said of single targets."""
-    words = {"pending": "not imported here"}
-    parts, notes = [], []
+def _processes_verbose(out: Console, processes: Sequence[dict[str, Any]]) -> None:
+    for one in processes:
+        about = one["process"]
+        _heading(out, _who(one), f"vLLM {about.get('vllm_version', '?')}, by {about.get('road', '?')}")
+        for entry in one["entries"]:
+            if entry["state"] == "pending":
+                continue
+            what = ", partially effective" if entry["state"] == "applied" and entry.get("partial") else ""
+            what += ", called" if entry.get("called") else ""
+            notes = [entry["reason"], *entry.get("foreign", ()), *entry.get("partial", ())]
+            _one(out, entry, entry["state"], what, notes, f"{entry['patch']}: ")
+        waiting = sum(entry["state"] == "pending" for entry in one["entries"])
+        if waiting:
+            out.print(f"  [dim]{waiting} not imported here[/]")
+
+
+def _who(process: dict[str, Any]) -> str:
+    alive = {True: "", False: " (ended)", None: f" on {process['host']}"}[process["alive"]]
+    return f"{process['role']} {process['pid']}{alive}"
+
+
+# -- pieces
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=f"[bold]{title}[/]", title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, header_style="dim", overflow="fold")
+    return table
+
+
+def _heading(out: Console, title: str, more: str) -> None:
+    out.print(f"[bold]{escape(title)}[/]{f' [dim]{escape(more)}[/]' if more else ''}", soft_wrap=True)
+
+
+def _one(out: Console, row: dict[str, Any], state: str, more: str, notes: Iterable[str], before: str = "") -> None:
+    """One target: its name on a line that the terminal may wrap, and what there is to know below it."""
+    out.print(f"  {escape(before + _name(row))}", soft_wrap=True)
+    text = "; ".join(filter(None, notes))
+    shown = f"[{COLOURS[state]}]{WORDS.get(state, state)}[/]{escape(more)}"
+    out.print(Padding(f"{shown}. {escape(text)}" if text else shown, (0, 0, 0, 6)))
+
+
+def _name(row: dict[str, Any]) -> str:
+    return str(row["target"]) or "the patch as a whole"
+
+
+def _is_ordinary(row: dict[str, Any]) -> bool:
+    """Another runner, another release: a target that a patch can do without is not worth a line."""
+    return row["state"] == "skipped" and bool(row.get("optional")) and row.get("verdict") == "absent"
+
+
+def _is_missed(row: dict[str, Any]) -> bool:
+    """One that failed is among the problems."""
+    return row["state"] == "skipped" and not _is_ordinary(row)
+
+
+def _counts(rows: Sequence[dict[str, Any]]) -> str:
+    """``"5 applied, 2 not imported here"``."""
+    parts = []
     for state, colour in COLOURS.items():
-        mine = [entry for entry in entries if entry["state"] == state]
-        # Another runner, another release: a target that a patch can do without is not worth a line.
-        plain = [e for e in mine if not (state == "skipped" and e.get("optional") and e.get("verdict") == "absent")]
-        if plain:
-            parts.append(f"[{colour}]{len(plain)} {words.get(state, state)}[/]")
-        if len(plain) < len(mine):
-            parts.append(f"[dim]{len(mine) - len(plain)} not in this release[/]")
-        if state in ("skipped", "failed"):
-            notes += [escape(f"{entry['target'].partition(':')[2]}: {entry['reason']}") for entry in plain]
-    return ", ".join(parts), "; ".join(notes)
+        number = sum(row["state"] == state and not _is_ordinary(row) for row in rows)
+        if number:
+            parts.append(f"[{colour}]{number} {WORDS.get(state, state)}[/]")
+    ordinary = sum(map(_is_ordinary, rows))
+    return ", ".join(parts + ([f"[dim]{ordinary} not in this release[/]"] if ordinary else []))
 
 
-def _state(entry: dict[str, Any]) -> str:
-    text = entry["state"]
-    if text == "applied" and entry.get("partial"):
-        text = "applied, partially effective"
-    if entry.get("called"):
-        text += ", called"
-    return f"[{COLOURS.get(entry['state'], 'white')}]{text}[/]"
-
-
-def _notes(entry: dict[str, Any]) -> str:
-    return escape(
-        "; ".join(part for part in (entry["reason"], *entry.get("foreign", ()), *entry.get("partial", ())) if part)
-    )
+def _list(out: Console, title: str, lines: Sequence[str]) -> None:
+    if lines:
+        out.print(f"\n[bold red]{title}[/]")
+        for line in lines:
+            table = Table.grid(padding=(0, 1))
+            table.add_column(no_wrap=True)
+            table.add_column(overflow="fold")
+            table.add_row("  -", escape(line))
+            out.print(table)
