@@ -21,7 +21,7 @@ from vllm_omni_patch.patch import Hook, Undo
 
 from . import hooks
 from .flags import GPU_BUDGET
-from .gpu.profiling import swapped
+from .swap import swapped
 
 logger = ledger.logger("memory")
 

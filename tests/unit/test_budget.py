@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,6 @@ from vllm_omni_patch.patches.available_memory.neuron.kv_budget import (
     GIB,
     BelowMinimumError,
     compute_kv_budget,
-    split_kv_budget,
 )
 
 TRN1, TRN2, TRN3 = 16 * GIB, 24 * GIB, 36 * GIB
@@ -24,6 +24,10 @@ MIB = 1 << 20
 
 def gib(number: float) -> int:
     return int(number * GIB)
+
+
+def available(*terms: Any) -> int:
+    return compute_kv_budget(*terms).available
 
 
 # (row, total, used, gmu, cap, bytes)
@@ -50,17 +54,17 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("row", "total", "used", "gmu", "cap", "expected"), GOLDEN, ids=lambda value: str(value))
 def test_golden_rows(row: int, total: int, used: int, gmu: float, cap: float, expected: int) -> None:
-    assert compute_kv_budget(total, used, gmu, cap) == expected
+    assert available(total, used, gmu, cap) == expected
 
 
 def test_requested_bytes_of_the_golden_rows() -> None:
-    assert split_kv_budget(TRN2, 10 * GIB, 0.9).total_budget == 23_192_823_398
-    assert split_kv_budget(TRN2, 10 * GIB, 0.92).total_budget == 23_708_219_473
+    assert compute_kv_budget(TRN2, 10 * GIB, 0.9).total_budget == 23_192_823_398
+    assert compute_kv_budget(TRN2, 10 * GIB, 0.92).total_budget == 23_708_219_473
 
 
 def test_which_term_binds() -> None:
-    assert split_kv_budget(TRN2, 10 * GIB, 0.9).bound_by == "cap"
-    assert split_kv_budget(TRN2, gib(18.12), 0.9).bound_by == "used"
+    assert compute_kv_budget(TRN2, 10 * GIB, 0.9).is_capped
+    assert not compute_kv_budget(TRN2, gib(18.12), 0.9).is_capped
 
 
 @pytest.mark.parametrize(("used", "gmu", "cap"), [(10 * GIB, 0.9, 0.046), (gib(21.79), 0.8, 0.30)], ids=("9", "14"))
@@ -74,12 +78,12 @@ def test_rows_below_the_minimum(used: int, gmu: float, cap: float) -> None:
 
 
 def test_row_15_no_minimum_gives_zero() -> None:
-    assert compute_kv_budget(TRN2, gib(21.79), 0.8, 0.30, 0) == 0
+    assert available(TRN2, gib(21.79), 0.8, 0.30, 0) == 0
 
 
 def test_rows_16_and_17_equal_passes_and_one_byte_less_does_not() -> None:
     requested = kv_budget.requested_bytes(TRN2, 0.9)
-    assert compute_kv_budget(TRN2, requested - GIB, 0.9, 1.0) == 1_073_741_824
+    assert available(TRN2, requested - GIB, 0.9, 1.0) == 1_073_741_824
     with pytest.raises(BelowMinimumError) as caught:
         compute_kv_budget(TRN2, requested - GIB + 1, 0.9, 1.0)
     # Both print as 1.00 GiB, so the bytes have to tell them apart.
@@ -98,12 +102,12 @@ def test_the_cap_is_looked_at_before_the_minimum() -> None:
 
 
 def test_row_23_no_minimum() -> None:
-    assert compute_kv_budget(TRN2, 10 * GIB, 0.9, 0.01, 0) == 231_928_233
-    assert compute_kv_budget(TRN2, 10 * GIB, 0.9, 0.01, -5 * GIB) == 231_928_233
+    assert available(TRN2, 10 * GIB, 0.9, 0.01, 0) == 231_928_233
+    assert available(TRN2, 10 * GIB, 0.9, 0.01, -5 * GIB) == 231_928_233
 
 
 def test_row_25_lower_minimum() -> None:
-    assert compute_kv_budget(TRN2, 10 * GIB, 0.9, 0.03, GIB // 2) == 695_784_701
+    assert available(TRN2, 10 * GIB, 0.9, 0.03, GIB // 2) == 695_784_701
 
 
 @pytest.mark.parametrize("gmu", [float("nan"), float("inf"), 0.0, -0.5, 1.0001])
@@ -124,7 +128,7 @@ def test_no_memory_at_all_is_refused(total: int) -> None:
 
 
 def test_row_36_the_old_constant_is_more_than_the_budget() -> None:
-    assert 20 * GIB / compute_kv_budget(TRN2, 10 * GIB, 0.9) == pytest.approx(3.09, abs=0.005)
+    assert 20 * GIB / available(TRN2, 10 * GIB, 0.9) == pytest.approx(3.09, abs=0.005)
 
 
 @pytest.mark.parametrize(("gmu", "expected"), [(0.9, 9_277_129_359), (0.92, 9_483_287_789)])
@@ -135,9 +139,9 @@ def test_row_37_cpu_mode(gmu: float, expected: int) -> None:
 @pytest.mark.parametrize(("block", "at_table", "short"), [(1, 6635, 6634), (2, 3317, 3317), (4.5, 1474, 1474)])
 def test_rows_38_to_40_blocks(block: float, at_table: int, short: int) -> None:
     size = int(block * MIB)
-    assert compute_kv_budget(TRN2, 10 * GIB, 0.9) // size == at_table
+    assert available(TRN2, 10 * GIB, 0.9) // size == at_table
     # What a device total short by 3 MiB would do to the count; the table's figure is used to avoid it.
-    assert compute_kv_budget(TRN2 - 3 * MIB, 10 * GIB, 0.9) // size == short
+    assert available(TRN2 - 3 * MIB, 10 * GIB, 0.9) // size == short
 
 
 # Scenario S7: HBM 24 GiB, utilisation 0.9.
@@ -146,8 +150,7 @@ def test_rows_38_to_40_blocks(block: float, at_table: int, short: int) -> None:
     [(24, 10, 0.30, 6.48), (24, 20, 0.30, 1.60), (24, 20.6, 0.30, 1.00), (24, 10, 0.5, 10.80), (12, 4, 0.30, 3.24)],
 )
 def test_weights_against_cap_and_floor(total: int, weights: float, cap: float, expected: float) -> None:
-    available = compute_kv_budget(total * GIB, gib(weights), 0.9, cap)
-    assert available / GIB == pytest.approx(expected, abs=0.005)
+    assert available(total * GIB, gib(weights), 0.9, cap) / GIB == pytest.approx(expected, abs=0.005)
 
 
 def test_weights_that_leave_too_little_are_refused() -> None:
@@ -159,7 +162,7 @@ def test_weights_that_leave_too_little_are_refused() -> None:
 
 def test_exactly_one_gib_left_is_served() -> None:
     requested = kv_budget.requested_bytes(24 * GIB, 0.9)
-    assert compute_kv_budget(24 * GIB, requested - GIB, 0.9) == GIB
+    assert available(24 * GIB, requested - GIB, 0.9) == GIB
 
 
 # Scenario S8: limit 64 GiB, 8 in use.
@@ -188,7 +191,7 @@ FRACTIONS = st.floats(0, 1, exclude_min=True)
 
 @given(TOTALS, USED, FRACTIONS, FRACTIONS)
 def test_finite_and_bounded(total: int, used: int, gmu: float, cap: float) -> None:
-    terms = split_kv_budget(total, used, gmu, cap)
+    terms = compute_kv_budget(total, used, gmu, cap, 0)
     assert type(terms.available) is int
     assert 0 <= terms.available <= terms.total_budget <= total
     assert terms.available <= terms.heuristic_cap
@@ -198,24 +201,28 @@ def test_finite_and_bounded(total: int, used: int, gmu: float, cap: float) -> No
 @given(TOTALS, USED, USED, FRACTIONS, FRACTIONS)
 def test_more_use_never_gives_more(total: int, one: int, other: int, gmu: float, cap: float) -> None:
     low, high = sorted((one, other))
-    assert split_kv_budget(total, low, gmu, cap).available >= split_kv_budget(total, high, gmu, cap).available
+    assert compute_kv_budget(total, low, gmu, cap, 0).available >= compute_kv_budget(total, high, gmu, cap, 0).available
 
 
 @given(TOTALS, USED, FRACTIONS, FRACTIONS, FRACTIONS)
 def test_a_higher_cap_never_gives_less(total: int, used: int, gmu: float, one: float, other: float) -> None:
     low, high = sorted((one, other))
-    assert split_kv_budget(total, used, gmu, low).available <= split_kv_budget(total, used, gmu, high).available
+    assert (
+        compute_kv_budget(total, used, gmu, low, 0).available <= compute_kv_budget(total, used, gmu, high, 0).available
+    )
 
 
 @given(TOTALS, USED, FRACTIONS, FRACTIONS, FRACTIONS)
 def test_a_higher_utilisation_never_gives_less(total: int, used: int, one: float, other: float, cap: float) -> None:
     low, high = sorted((one, other))
-    assert split_kv_budget(total, used, low, cap).available <= split_kv_budget(total, used, high, cap).available
+    assert (
+        compute_kv_budget(total, used, low, cap, 0).available <= compute_kv_budget(total, used, high, cap, 0).available
+    )
 
 
 @given(TOTALS, USED, FRACTIONS, FRACTIONS)
 def test_the_nesting_of_the_two_roundings(total: int, used: int, gmu: float, cap: float) -> None:
-    assert split_kv_budget(total, used, gmu, cap).heuristic_cap == int(int(total * gmu) * cap)
+    assert compute_kv_budget(total, used, gmu, cap, 0).heuristic_cap == int(int(total * gmu) * cap)
 
 
 @given(TOTALS, st.integers(0, 64), FRACTIONS, FRACTIONS)

@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.available_memory.neuron.budget import (
-    LaidOut,
-    WorkerView,
-    decide,
-    read_settings,
-    usable_stats,
-)
+from vllm_omni_patch.patches.available_memory.neuron.budget import WorkerView, decide, read_settings, usable_stats
 from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB, BelowMinimumError
+from vllm_omni_patch.patches.available_memory.neuron.laid_out import LaidOut
 
 MIB = 1 << 20
 CAP = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"
@@ -51,7 +46,7 @@ TRN2 = stats(11, 13)  # the runtime always holds more than the model
 
 
 def by_name(result: Any) -> dict[str, Any]:
-    return {item.name: item for item in result.inputs}
+    return {item.name: item for item in result.report.inputs}
 
 
 # -- settings
@@ -87,7 +82,7 @@ def test_empty_is_unset(blank: str) -> None:
 
     environ = {flag.name: blank for flag in NEURON_FLAGS}
     assert read_settings(environ) == read_settings({})
-    assert decide(view(), TRN2, environ).available == 6_957_847_019
+    assert decide(view(), TRN2, environ).report.kv_bytes == 6_957_847_019
 
 
 def test_modes_exclude_each_other() -> None:
@@ -105,12 +100,12 @@ def test_the_older_name_of_lnc_counts_where_the_newer_is_unset() -> None:
 
 def test_the_compile_host_asks_no_runtime_and_no_host(tmp_path: Path) -> None:
     # An empty tree: reading host memory there would be an error (B29: compiling needs no RAM for KV).
-    assert decide(view(), no_runtime, COMPILE, tmp_path).available == 6_957_847_019
+    assert decide(view(), no_runtime, COMPILE, tmp_path).report.kv_bytes == 6_957_847_019
 
 
 def test_cpu_mode_asks_no_runtime(tmp_path: Path) -> None:
     host(tmp_path, 256)
-    assert decide(view(), no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}, tmp_path).policy == "cpu"
+    assert decide(view(), no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}, tmp_path).report.policy == "cpu"
 
 
 def test_the_device_asks_the_runtime() -> None:
@@ -194,10 +189,10 @@ def test_compile_host_and_device_agree(
     resident = int(used * GIB) + 100 * MIB
 
     def on_device() -> int:
-        return decide(view(used, gmu), lambda: (resident, total - resident), environ).available
+        return decide(view(used, gmu), lambda: (resident, total - resident), environ).report.kv_bytes
 
     def on_compile_host() -> int:
-        return decide(view(used, gmu), no_runtime, {**COMPILE, **environ}).available
+        return decide(view(used, gmu), no_runtime, {**COMPILE, **environ}).report.kv_bytes
 
     if isinstance(expected, int):
         assert on_device() == on_compile_host() == expected
@@ -216,10 +211,10 @@ def test_a_device_far_from_the_table_is_told_loudly() -> None:
     # Used and free make 23.7 GiB: compiled for 3317 blocks of 2 MiB, served with 3276.
     compiled = decide(view(6), no_runtime, COMPILE)
     served = decide(view(6), stats(7.2, 16.5), {})
-    assert compiled.available // (2 * MIB) == 3317
-    assert served.available // (2 * MIB) == 3276
-    assert any("block count" in line for line in served.warnings)
-    assert not compiled.warnings
+    assert compiled.report.kv_bytes // (2 * MIB) == 3317
+    assert served.report.kv_bytes // (2 * MIB) == 3276
+    assert any("block count" in line for line in served.report.notes)
+    assert not compiled.report.notes
 
 
 @given(
@@ -236,8 +231,8 @@ def test_agreement_holds_for_every_input(used: int, gmu: float, cap: float, off:
     resident = min(used + extra, 24 * GIB + off - 1)
     device = decide(worker, lambda: (resident, 24 * GIB + off - resident), environ)
     compiled = decide(worker, no_runtime, {**COMPILE, **environ})
-    assert device.available == compiled.available
-    assert 0 <= device.available <= 24 * GIB
+    assert device.report.kv_bytes == compiled.report.kv_bytes
+    assert 0 <= device.report.kv_bytes <= 24 * GIB
 
 
 # -- bytes in use
@@ -245,7 +240,7 @@ def test_agreement_holds_for_every_input(used: int, gmu: float, cap: float, off:
 
 def test_used_is_the_models_not_the_runtimes() -> None:
     for resident in (10.0, 10.5, 14.0):
-        assert decide(view(18.12), stats(resident + 8.12, 24 - resident - 8.12), {}).available == 3_736_621_548
+        assert decide(view(18.12), stats(resident + 8.12, 24 - resident - 8.12), {}).report.kv_bytes == 3_736_621_548
 
 
 def test_the_runtimes_figure_is_reported_all_the_same() -> None:
@@ -271,8 +266,8 @@ def test_kv_that_is_laid_out_is_counted_once() -> None:
     """Stock plans 172 blocks of the free bytes, 33 are needed, 256 exist. 21.6 - 21.3 GiB would stop this start."""
     assert int(2.70 * GIB) // PAGE == 172
     result = decide(loaded(256), LOADED, {})
-    assert (result.available, result.available // PAGE) == (4 * GIB, 256)
-    assert result.policy == "laid out"
+    assert (result.report.kv_bytes, result.report.kv_bytes // PAGE) == (4 * GIB, 256)
+    assert result.report.policy == "laid out"
     inputs = by_name(result)
     assert inputs["laid_out_blocks"].value == 256 and inputs["runtime_used"].value == int(21.30 * GIB)
     assert "weights" not in inputs  # how much of what is in use is the model is not known, and not guessed
@@ -285,44 +280,44 @@ def test_no_setting_stops_a_model_that_is_loaded(
     gmu: float, environ: dict[str, str], figures: tuple[float, float]
 ) -> None:
     """What compiled and loaded fits: neither utilisation nor cap nor minimum has anything left to protect."""
-    assert decide(loaded(33, gmu=gmu), stats(*figures), environ).available == 33 * PAGE
+    assert decide(loaded(33, gmu=gmu), stats(*figures), environ).report.kv_bytes == 33 * PAGE
 
 
 @pytest.mark.parametrize("pair", [(-1, -1), (10 * GIB, 0), None])
 def test_laid_out_blocks_need_no_runtime(pair: Any) -> None:
     result = decide(loaded(33), lambda: pair, {})
-    assert result.available == 33 * PAGE
+    assert result.report.kv_bytes == 33 * PAGE
     assert by_name(result)["runtime_used"].state == "unknown" and "device_free" not in by_name(result)
 
 
 def test_blocks_set_by_hand_are_obeyed_and_those_that_do_not_exist_are_told() -> None:
     result = decide(loaded(256, num_gpu_blocks_override=200), LOADED, {})
-    assert (result.available, result.warnings) == (200 * PAGE, [])
-    (line,) = decide(loaded(256, num_gpu_blocks_override=300), LOADED, {}).warnings
+    assert (result.report.kv_bytes, result.report.notes) == (200 * PAGE, [])
+    (line,) = decide(loaded(256, num_gpu_blocks_override=300), LOADED, {}).report.notes
     assert "300" in line and "256" in line
-    (line,) = decide(loaded(256, kv_cache_memory_bytes=300 * PAGE), LOADED, {}).warnings
+    (line,) = decide(loaded(256, kv_cache_memory_bytes=300 * PAGE), LOADED, {}).report.notes
     assert "300" in line and "256" in line
-    assert not decide(loaded(256, kv_cache_memory_bytes=4 * GIB), LOADED, {}).warnings
+    assert not decide(loaded(256, kv_cache_memory_bytes=4 * GIB), LOADED, {}).report.notes
 
 
 def test_need_bounds_laid_out_blocks_too() -> None:
     worker = loaded(256, max_num_seqs=4, max_model_len=256, kv_layers=layers(32, PAGE))
-    assert decide(worker, LOADED, NEED).available == 33 * PAGE
+    assert decide(worker, LOADED, NEED).report.kv_bytes == 33 * PAGE
 
 
 def test_a_layout_that_is_not_told_leaves_the_workers_own_number() -> None:
     """Model and KV cannot be told apart in the bytes in use: subtracting both is what stopped starts that work."""
     result = decide(loaded(None), LOADED, {})
-    assert (result.available // PAGE, result.policy) == (172, "stock")
+    assert (result.report.kv_bytes // PAGE, result.report.policy) == (172, "stock")
     assert by_name(result)["weights"].state == "unknown"
-    assert "the worker's own number" in result.warnings[0]
+    assert "the worker's own number" in result.report.notes[0]
     # Release 0.1.0 answers with a constant.
-    assert decide(loaded(None, own_number=lambda: 1_073_741_824), LOADED, {}).available == 1_073_741_824
+    assert decide(loaded(None, own_number=lambda: 1_073_741_824), LOADED, {}).report.kv_bytes == 1_073_741_824
 
 
 def test_the_runtimes_bytes_are_subtracted_where_that_is_asked_for() -> None:
     environ = {"VLLM_OMNI_PATCH_NEURON_USED_BYTES": "runtime"}
-    assert decide(loaded(256), stats(18.12, 5.88), environ).available == 3_736_621_548
+    assert decide(loaded(256), stats(18.12, 5.88), environ).report.kv_bytes == 3_736_621_548
     with pytest.raises(BelowMinimumError):
         decide(loaded(256), LOADED, environ)
 
@@ -346,21 +341,21 @@ def test_an_empty_host_model_cannot_be_compiled_for() -> None:
 
 def test_a_large_gap_between_runtime_and_model_is_told() -> None:
     result = decide(view(1.63), stats(7.06, 16.94), {})
-    assert any("VLLM_OMNI_PATCH_NEURON_USED_BYTES=runtime" in line for line in result.warnings)
-    assert not decide(view(10), stats(10.9, 13.1), {}).warnings
+    assert any("VLLM_OMNI_PATCH_NEURON_USED_BYTES=runtime" in line for line in result.report.notes)
+    assert not decide(view(10), stats(10.9, 13.1), {}).report.notes
 
 
 def test_the_budget_at_another_total_is_that_of_the_same_settings() -> None:
     result = decide(view(6), no_runtime, {**COMPILE, CAP: "0.2"})
     assert result.at_total is not None
-    assert result.at_total(24 * GIB) == result.available
+    assert result.at_total(24 * GIB) == result.report.kv_bytes
     assert result.at_total(16 * GIB) == int(int(16 * GIB * 0.9) * 0.2)
 
 
 def test_used_bytes_can_be_chosen() -> None:
     name = "VLLM_OMNI_PATCH_NEURON_USED_BYTES"
-    assert decide(view(1), stats(18.12, 5.88), {name: "runtime"}).available == 3_736_621_548
-    assert decide(view(18.12), stats(20, 4), {name: "model"}).available == 3_736_621_548
+    assert decide(view(1), stats(18.12, 5.88), {name: "runtime"}).report.kv_bytes == 3_736_621_548
+    assert decide(view(18.12), stats(20, 4), {name: "model"}).report.kv_bytes == 3_736_621_548
     with pytest.raises(RuntimeError, match="needs a device"):
         decide(view(1), no_runtime, {**COMPILE, name: "runtime"})
     with pytest.raises(RuntimeError, match="has no parameters"):
@@ -376,7 +371,7 @@ def test_unique_storage_is_a_switch_and_recorded() -> None:
     assert by_name(unique)["weights"].value == 9 * GIB
     assert "each storage once" in by_name(unique)["weights"].source
     compiled = decide(WorkerView(0.9, twice), no_runtime, {**COMPILE, **switch})
-    assert compiled.available == unique.available
+    assert compiled.report.kv_bytes == unique.report.kv_bytes
 
 
 def test_a_drafter_counts() -> None:
@@ -390,18 +385,18 @@ def test_a_drafter_counts() -> None:
 def test_explicit_bytes_win_over_everything() -> None:
     # Scenario S8: an explicit 4 GiB stays 4 GiB; nothing is asked, not even a bad setting.
     result = decide(view(23, kv_cache_memory_bytes=4 * GIB), no_runtime, {CAP: "nan"})
-    assert (result.available, result.policy) == (4 * GIB, "explicit")
+    assert (result.report.kv_bytes, result.report.policy) == (4 * GIB, "explicit")
 
 
 def test_explicit_blocks_are_not_stopped_by_cap_or_minimum(tmp_path: Path) -> None:
     worker = view(23.5, num_gpu_blocks_override=256)
-    assert decide(worker, stats(23.5, 0.5), {}).available == GIB // 2
-    assert decide(worker, no_runtime, COMPILE).available == 24 * GIB
+    assert decide(worker, stats(23.5, 0.5), {}).report.kv_bytes == GIB // 2
+    assert decide(worker, no_runtime, COMPILE).report.kv_bytes == 24 * GIB
     host(tmp_path, 64)
-    assert decide(worker, no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}, tmp_path).available == 64 * GIB
+    assert decide(worker, no_runtime, {"VLLM_NEURON_CPU_MODE": "1"}, tmp_path).report.kv_bytes == 64 * GIB
     # An NxD Inference model cannot be counted on a compile host; with blocks set by hand it need not be.
     empty = WorkerView(0.9, torch.nn.Module(), num_gpu_blocks_override=256)
-    assert decide(empty, no_runtime, COMPILE).policy == "explicit blocks"
+    assert decide(empty, no_runtime, COMPILE).report.policy == "explicit blocks"
 
 
 def test_explicit_blocks_do_not_excuse_an_unusable_runtime() -> None:
@@ -432,16 +427,18 @@ CPU_MODE = {"VLLM_NEURON_CPU_MODE": "1"}
 @pytest.mark.parametrize(("gmu", "expected"), [(0.9, 9_277_129_359), (0.92, 9_483_287_789)])
 def test_row_37(tmp_path: Path, gmu: float, expected: int) -> None:
     host(tmp_path, 256)
-    assert decide(view(gmu=gmu, local_workers=8), no_runtime, CPU_MODE, tmp_path).available == expected
+    assert decide(view(gmu=gmu, local_workers=8), no_runtime, CPU_MODE, tmp_path).report.kv_bytes == expected
 
 
 def test_scenario_s8(tmp_path: Path) -> None:
     host(tmp_path, 256, 64, 8)
     result = decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path)
-    assert result.available / GIB == pytest.approx(7.56, abs=1e-6)
+    assert result.report.kv_bytes / GIB == pytest.approx(7.56, abs=1e-6)
     assert "memory.max" in by_name(result)["host_available"].source
     host(tmp_path, 256, "max", 8)
-    assert decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path).available == int(int(128 * GIB * 0.9) * 0.3)
+    assert decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path).report.kv_bytes == int(
+        int(128 * GIB * 0.9) * 0.3
+    )
 
 
 def test_replicas_share_the_host(tmp_path: Path) -> None:
@@ -451,14 +448,14 @@ def test_replicas_share_the_host(tmp_path: Path) -> None:
     told = decide(
         view(local_workers=2), no_runtime, {**CPU_MODE, "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS": "2"}, tmp_path
     )
-    assert one.available > two.available == told.available
-    assert two.available * 4 <= 256 * GIB
+    assert one.report.kv_bytes > two.report.kv_bytes == told.report.kv_bytes
+    assert two.report.kv_bytes * 4 <= 256 * GIB
     assert by_name(told)["replicas"].source == "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS"
 
 
 def test_cpu_mode_has_no_minimum_but_checks_the_cap(tmp_path: Path) -> None:
     host(tmp_path, 1)
-    assert 0 < decide(view(), no_runtime, CPU_MODE, tmp_path).available < GIB
+    assert 0 < decide(view(), no_runtime, CPU_MODE, tmp_path).report.kv_bytes < GIB
     with pytest.raises(RuntimeError, match=CAP):
         decide(view(), no_runtime, {**CPU_MODE, CAP: "2"}, tmp_path)
 
@@ -482,19 +479,19 @@ NEED = {"VLLM_OMNI_PATCH_NEURON_POLICY": "need"}
 def test_need_never_gives_more_blocks_than_requests_can_fill() -> None:
     worker = view(max_num_seqs=4, max_model_len=4096, kv_layers=layers())
     result = decide(worker, TRN2, NEED)
-    assert result.available == 513 * 2 * MIB
+    assert result.report.kv_bytes == 513 * 2 * MIB
     assert by_name(result)["needed_blocks"].value == 513
-    assert decide(worker, no_runtime, {**COMPILE, **NEED}).available == result.available
+    assert decide(worker, no_runtime, {**COMPILE, **NEED}).report.kv_bytes == result.report.kv_bytes
 
 
 def test_need_never_gives_more_than_the_cap() -> None:
     worker = view(max_num_seqs=4096, max_model_len=4096, kv_layers=layers())
-    assert decide(worker, TRN2, NEED).available == 6_957_847_019
+    assert decide(worker, TRN2, NEED).report.kv_bytes == 6_957_847_019
 
 
 def test_a_small_need_is_not_stopped_by_the_minimum() -> None:
     worker = view(max_num_seqs=1, max_model_len=64, kv_layers=layers())
-    assert decide(worker, TRN2, NEED).available == 3 * 2 * MIB
+    assert decide(worker, TRN2, NEED).report.kv_bytes == 3 * 2 * MIB
     with pytest.raises(BelowMinimumError):
         decide(view(21, max_num_seqs=1, max_model_len=64, kv_layers=layers()), stats(21, 3), NEED)
 
@@ -502,7 +499,7 @@ def test_a_small_need_is_not_stopped_by_the_minimum() -> None:
 def test_need_makes_a_total_that_is_off_harmless() -> None:
     worker = view(max_num_seqs=4, max_model_len=4096, kv_layers=layers())
     far = decide(worker, stats(11, 12.5), NEED)
-    assert far.available == decide(worker, no_runtime, {**COMPILE, **NEED}).available
+    assert far.report.kv_bytes == decide(worker, no_runtime, {**COMPILE, **NEED}).report.kv_bytes
 
 
 def test_need_without_a_layout_is_an_error() -> None:

@@ -375,8 +375,7 @@ FOREIGN = {
     "patches/ec_connector/storage/remote.py": "an object of our own",
     "patches/model_local_kv/observe/observe.py": "target transformers.cache_utils:Cache",
     "patches/model_local_kv/families/attach.py": "the classes that are targets",
-    "patches/available_memory/gpu/profiling.py": "swapped(): for the length of a call to a target, and taken back",
-    "patches/available_memory/neuron/hooks.py": "the worker, for the length of a call to a target, and taken back",
+    "patches/available_memory/swap.py": "swapped(): for the length of a call to a target, and taken back",
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from vllm_omni_patch import ledger
 
 from ..report.report import byte_count, gib
+from ..swap import swapped
 from . import budget, nvml
 from .devices import DeviceIdentity
 
@@ -296,18 +297,3 @@ def _binding() -> Any:
         from vllm.third_party import pynvml as carried
 
         return carried
-
-
-@contextmanager
-def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block; an attribute that ``owner`` inherited is inherited again after."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

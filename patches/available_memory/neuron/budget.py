@@ -16,34 +16,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_omni_patch import flags
 
 from .. import flags as settings
 from ..host import host_memory
-from ..report.report import Input
+from ..report.report import BudgetReport, Input
 from . import kv_budget
 from .hbm import CoreHbm, device_core_hbm, static_core_hbm
 from .kv_budget import GIB
+from .laid_out import LaidOut
 from .model import ModelBytes, model_bytes
 
 # The runtime always holds somewhat more than the model (collectives, code, rings); a gap above this is worth a word,
 # because tensors that are neither parameters nor buffers are then likely.
 GAP_WORTH_A_NOTE = GIB
-
-
-@dataclass(frozen=True)
-class LaidOut:
-    """KV that the inference library has laid out already: ``blocks`` that vLLM may use, of ``block_bytes`` each as
-    vLLM divides a budget. ``warning`` is for the log; empty when all is well.
-    """
-
-    blocks: int
-    block_bytes: int
-    source: str
-    warning: str = ""
 
 
 @dataclass
@@ -58,6 +47,9 @@ class WorkerView:
 
     gpu_memory_utilization: float
     model: Any
+    worker: str = "NeuronWorker"
+    rank: int | None = None
+    local_rank: int | None = None
     drafter: Any = None
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
@@ -74,18 +66,13 @@ class WorkerView:
 
 @dataclass
 class NeuronBudget:
-    """``available`` bytes of KV, the rule that made them, and every number on the way.
+    """One worker's budget: the report of it, whose ``kv_bytes`` are the number and whose ``notes`` are for the log.
 
-    ``warnings`` are for the log. ``side`` is ``"compile host"`` or ``"device"`` where programs may be compiled on the
-    one for the other, and empty otherwise; ``at_total`` then gives the budget of the same settings at another HBM size.
+    ``side`` is ``"compile host"`` or ``"device"`` where programs may be compiled on the one for the other, and empty
+    otherwise; ``at_total`` then gives the budget of the same settings at another HBM size.
     """
 
-    available: int
-    policy: str
-    formula: str
-    inputs: list[Input] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    follows_utilization: bool = False
+    report: BudgetReport
     side: str = ""
     at_total: Callable[[int], int] | None = None
 
@@ -187,12 +174,11 @@ def decide(
     if hbm.warning:
         warnings.append(hbm.warning)
     inputs.insert(0, Input("device_total", hbm.bytes, hbm.source, "configured" if env.cpu_compile else "measured"))
-    result = _capped(view, env, hbm, used)
-    result.side = "compile host" if env.cpu_compile else "device"
-    result.at_total = lambda total: _capped(view, env, replace(hbm, bytes=total), used).available
-    result.inputs = inputs + result.inputs
-    result.warnings = warnings + result.warnings
-    return result
+    made = _capped(view, env, hbm, used)
+    made.inputs = inputs + made.inputs
+    made.notes = warnings
+    side = "compile host" if env.cpu_compile else "device"
+    return NeuronBudget(made, side, lambda total: _capped(view, env, replace(hbm, bytes=total), used).kv_bytes)
 
 
 def usable_stats(stats: Any) -> tuple[int, int]:
@@ -216,17 +202,17 @@ def usable_stats(stats: Any) -> tuple[int, int]:
 def _explicit_bytes(view: WorkerView, available: int, environ: Mapping[str, str] | None) -> NeuronBudget:
     """No other setting counts, a bad one neither."""
     source = Input("kv_cache_memory_bytes", available, "cache_config", "configured")
-    result = NeuronBudget(available, "explicit", "kv_cache_memory_bytes", [source])
+    made = _report(view, available, "explicit", "kv_cache_memory_bytes", [source])
     try:
         compiles, on_host = (flags.read(flag, environ) for flag in (settings.CPU_COMPILE, settings.CPU_MODE))
     except flags.FlagError:
-        return result
+        return NeuronBudget(made)
     laid_out = None if compiles or on_host else view.laid_out()
     if laid_out is not None:
-        result.warnings = _beyond("kv_cache_memory_bytes", available // laid_out.block_bytes, laid_out)
-    elif not on_host:
-        result.side = "compile host" if compiles else "device"
-    return result
+        made.notes = _beyond("kv_cache_memory_bytes", available // laid_out.block_bytes, laid_out)
+    if laid_out is not None or on_host:
+        return NeuronBudget(made)
+    return NeuronBudget(made, "compile host" if compiles else "device")
 
 
 def _beyond(setting: str, blocks: int, laid_out: LaidOut) -> list[str]:
@@ -256,7 +242,7 @@ def _laid_out(view: WorkerView, env: Settings, laid_out: LaidOut, runtime_stats:
     override = view.num_gpu_blocks_override
     if override is not None:
         result = _explicit_blocks(view, override * laid_out.block_bytes, "num_gpu_blocks_override * block", inputs)
-        result.warnings = _beyond("num_gpu_blocks_override", override, laid_out)
+        result.report.notes = _beyond("num_gpu_blocks_override", override, laid_out)
         return result
     available = laid_out.blocks * laid_out.block_bytes
     formula = "laid_out_blocks * block"
@@ -264,7 +250,8 @@ def _laid_out(view: WorkerView, env: Settings, laid_out: LaidOut, runtime_stats:
         need, need_inputs = _need(view)
         inputs += need_inputs
         available, formula = min(available, need), f"min({formula}, need)"
-    return NeuronBudget(available, "laid out", formula, inputs, [laid_out.warning] if laid_out.warning else [])
+    notes = [laid_out.warning] if laid_out.warning else []
+    return NeuronBudget(_report(view, available, "laid out", formula, inputs, notes))
 
 
 def _own_number(view: WorkerView, used: int, free: int, inputs: list[Input]) -> NeuronBudget:
@@ -276,7 +263,7 @@ def _own_number(view: WorkerView, used: int, free: int, inputs: list[Input]) -> 
         f"to the blocks that were compiled, or {settings.USED_BYTES.name}=runtime to subtract all bytes in use."
     )
     inputs.append(Input.unknown("weights", "the host model has no parameters (NxD Inference)"))
-    return NeuronBudget(number, "stock", "the worker's own number", inputs, [warning])
+    return NeuronBudget(_report(view, number, "stock", "the worker's own number", inputs, [warning]))
 
 
 def _explicit_blocks(
@@ -285,7 +272,7 @@ def _explicit_blocks(
     """The number of blocks is set by hand: vLLM compares ``available`` with the need of one request and uses it for
     nothing else, so a cap or a minimum would only refuse what was asked for by name."""
     source = Input("num_gpu_blocks_override", view.num_gpu_blocks_override, "cache_config", "configured", "blocks")
-    return NeuronBudget(available, "explicit blocks", formula, [*inputs, source], side=side)
+    return NeuronBudget(_report(view, available, "explicit blocks", formula, [*inputs, source]), side)
 
 
 def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -> int:
@@ -335,11 +322,9 @@ def _count(view: WorkerView, env: Settings) -> ModelBytes | None:
         return None
 
 
-def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> NeuronBudget:
+def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> BudgetReport:
     gmu = view.gpu_memory_utilization
-    terms = kv_budget.split_kv_budget(hbm.bytes, used, gmu, env.cap)
-    detail = kv_budget.describe(terms, hbm.bytes, used, gmu, env.cap)
-    available = kv_budget.check_minimum(terms.available, env.minimum, detail)
+    terms = kv_budget.compute_kv_budget(hbm.bytes, used, gmu, env.cap, env.minimum)
     inputs = [
         Input("gpu_memory_utilization", gmu, "cache_config", "configured", "ratio"),
         Input("requested", terms.total_budget, "int(device_total * gpu_memory_utilization)", "configured"),
@@ -349,15 +334,15 @@ def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> NeuronB
     ]
     if hbm.platform is not None:
         inputs.append(Input("platform", hbm.platform.family, "the table of HBM sizes", "configured", "text"))
-    formula = "min(max(requested - weights, 0), cap)"
-    bound = terms.bound_by == "used"
+    available, formula, linear = terms.available, "min(max(requested - weights, 0), cap)", not terms.is_capped
     if env.policy == "need":
         need, need_inputs = _need(view)
         inputs += need_inputs
-        bound = bound and need >= available
-        available = min(available, need)
-        formula = f"min({formula}, need)"
-    return NeuronBudget(available, env.policy, formula, inputs, follows_utilization=bound)
+        linear = linear and need >= available
+        available, formula = min(available, need), f"min({formula}, need)"
+    made = _report(view, available, env.policy, formula, inputs)
+    made.linear_in_requested = linear
+    return made
 
 
 def _need(view: WorkerView) -> tuple[int, list[Input]]:
@@ -390,10 +375,22 @@ def _cpu_mode(view: WorkerView, env: Settings, host_root: str | os.PathLike[str]
     if view.num_gpu_blocks_override is not None:
         return _explicit_blocks(view, memory.available // workers, "host_available // workers", inputs)
     available = kv_budget.host_kv_budget(memory.available, workers, gmu, env.cap)
-    return NeuronBudget(
-        available,
-        "cpu",
-        "int(int(host_available // (local_workers * replicas) * gpu_memory_utilization) * cap_fraction)",
-        inputs,
-        memory.notes,
+    formula = "int(int(host_available // (local_workers * replicas) * gpu_memory_utilization) * cap_fraction)"
+    return NeuronBudget(_report(view, available, "cpu", formula, inputs, memory.notes))
+
+
+def _report(
+    view: WorkerView, available: int, policy: str, formula: str, inputs: list[Input], notes: list[str] | None = None
+) -> BudgetReport:
+    return BudgetReport(
+        platform="neuron",
+        worker=view.worker,
+        policy=policy,
+        kv_bytes=available,
+        formula=formula,
+        rank=view.rank,
+        local_rank=view.local_rank,
+        inputs=inputs,
+        notes=notes or [],
+        linear_in_requested=False,
     )

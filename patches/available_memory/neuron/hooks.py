@@ -15,6 +15,9 @@ from typing import Any
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
 
+from ..report import report
+from ..report.report import BudgetReport
+from ..swap import swapped
 from . import budget, laid_out, record
 from .releases import NEW_MODULE
 
@@ -60,10 +63,10 @@ def _determine_available_memory(
         _report_original(instance, stock)
         return stock
     # A further bound of the worker's own (a fork's slab limit) holds; a larger answer is not ours to give.
-    if isinstance(stock, int) and stock < seen.budget.available:
-        seen.budget.warnings.append(f"The worker lowered the KV budget from {seen.budget.available} to {stock} bytes.")
-        seen.budget.available = stock
-        seen.budget.follows_utilization = False
+    made = seen.budget.report
+    if isinstance(stock, int) and stock < made.kv_bytes:
+        made.notes.append(f"The worker lowered the KV budget from {made.kv_bytes} to {stock} bytes.")
+        made.kv_bytes, made.linear_in_requested = stock, False
         seen.budget.at_total = None
     return _settle(instance, seen.budget)
 
@@ -90,7 +93,7 @@ def _free_bytes_replaced(instance: Any) -> Iterator[_Seen]:
     def free_bytes(*args: Any, **kwargs: Any) -> int:
         try:
             seen.budget = _decide(instance, lambda: original(*args, **kwargs))
-            return seen.budget.available
+            return seen.budget.report.kv_bytes
         except Exception as error:
             seen.error = error
             raise
@@ -101,17 +104,8 @@ def _free_bytes_replaced(instance: Any) -> Iterator[_Seen]:
         seen.contiguous = True
         return contiguous(*args, **kwargs)
 
-    own = {name: vars(instance)[name] for name in (FREE_BYTES_METHOD, CONTIGUOUS_METHOD) if name in vars(instance)}
-    setattr(instance, FREE_BYTES_METHOD, free_bytes)
-    setattr(instance, CONTIGUOUS_METHOD, contiguous_bytes)
-    try:
+    with swapped(instance, FREE_BYTES_METHOD, free_bytes), swapped(instance, CONTIGUOUS_METHOD, contiguous_bytes):
         yield seen
-    finally:
-        for name in (FREE_BYTES_METHOD, CONTIGUOUS_METHOD):
-            if name in own:
-                setattr(instance, name, own[name])
-            else:
-                delattr(instance, name)
 
 
 def _decide(worker: Any, own_number: Callable[[], int]) -> budget.NeuronBudget:
@@ -171,6 +165,9 @@ def view_of(worker: Any) -> budget.WorkerView:
     return budget.WorkerView(
         gpu_memory_utilization=cache.gpu_memory_utilization,
         model=runner.model,
+        worker=type(worker).__name__,
+        rank=getattr(worker, "rank", None),
+        local_rank=getattr(worker, "local_rank", None),
         drafter=getattr(drafter, "model", None),
         kv_cache_memory_bytes=getattr(cache, "kv_cache_memory_bytes", None),
         num_gpu_blocks_override=getattr(cache, "num_gpu_blocks_override", None),
@@ -185,7 +182,7 @@ def view_of(worker: Any) -> budget.WorkerView:
     )
 
 
-def _laid_out(worker: Any) -> budget.LaidOut | None:
+def _laid_out(worker: Any) -> laid_out.LaidOut | None:
     """The KV that the worker's model has laid out; ``None`` where that, or vLLM's block, is not known."""
     try:
         size, block = kv_layers(worker.get_kv_cache_spec())
@@ -265,98 +262,79 @@ def program_of(worker: Any) -> dict[str, Any]:
     }
 
 
-def _settle(worker: Any, budget: budget.NeuronBudget) -> int:
-    """Compare with the other side, log and report ``budget``; returns its bytes.
+def _settle(worker: Any, made: budget.NeuronBudget) -> int:
+    """Compare with the other side, log and report ``made``; returns its bytes.
 
     Raises:
         SidesDifferError: the other side was there and planned other KV blocks.
     """
     try:
-        _compare(worker, budget)
+        _compare(worker, made)
     except record.SidesDifferError:
         raise
     except Exception as error:
-        budget.warnings.append(
+        made.report.notes.append(
             f"The KV blocks of compile host and device were not compared ({type(error).__name__}: {error})."
         )
-    return _report(worker, budget)
+    return _emit(worker, made.report)
 
 
-def _compare(worker: Any, budget: budget.NeuronBudget) -> None:
-    if not budget.side:
+def _compare(worker: Any, made: budget.NeuronBudget) -> None:
+    if not made.side:
         return
-    blocks, block = _blocks(worker, budget)
-    numbers = {item.name: item.value for item in budget.inputs}
+    blocks, block = _blocks(worker, made.report.kv_bytes)
+    numbers = {item.name: item.value for item in made.report.inputs}
     names = ("platform", "gpu_memory_utilization", "cap_fraction", "weights", "needed_blocks", *EXPLICIT)
     made_of = {name: numbers[name] for name in names if name in numbers}
     total = None if any(name in numbers for name in EXPLICIT) else numbers.get("device_total")
     plan = record.Plan(
-        budget.side,
-        budget.available,
+        made.side,
+        made.report.kv_bytes,
         blocks,
         total if isinstance(total, int) else None,
-        {"policy": budget.policy, **made_of, "block": block},
+        {"policy": made.report.policy, **made_of, "block": block},
     )
     where = record.place(str(getattr(worker.model_config, "model", "")))
-    done = record.exchange(plan, budget.at_total, program_of(worker), where)
-    budget.warnings += done.warnings
+    done = record.exchange(plan, made.at_total, program_of(worker), where)
+    made.report.notes += done.warnings
     for line in done.notes:
         logger.info("%s", line)
-
-
-def _report(worker: Any, budget: budget.NeuronBudget) -> int:
-    """Log and report ``budget``; returns its bytes whatever happens here."""
-    try:
-        for line in budget.warnings:
-            logger.warning("%s", line)
-        _emit(worker, budget)
-    except Exception as error:
-        _say(error)
-    return budget.available
 
 
 def _report_original(worker: Any, stock: Any) -> None:
     try:
         formula = "the worker's own number (contiguous KV or pooling)"
-        _emit(worker, budget.NeuronBudget(int(stock), "stock", formula))
+        made = BudgetReport("neuron", type(worker).__name__, "stock", int(stock), formula, linear_in_requested=False)
+        made.rank, made.local_rank = getattr(worker, "rank", None), getattr(worker, "local_rank", None)
+        _emit(worker, made)
     except Exception as error:
-        _say(error)
+        _log_failure(error)
 
 
-def _blocks(worker: Any, budget: budget.NeuronBudget) -> tuple[int | None, int | None]:
-    """(blocks, bytes of one over all layers) as vLLM will divide the budget; ``None`` where that is not known."""
+def _blocks(worker: Any, kv_bytes: int) -> tuple[int | None, int | None]:
+    """(blocks, bytes of one over all layers) as vLLM will divide ``kv_bytes``; ``None`` where that is not known."""
     override = getattr(worker.cache_config, "num_gpu_blocks_override", None)
     by_hand = None if override is None else int(override)
     try:
         _, block_bytes = kv_layers(worker.get_kv_cache_spec())
     except Exception:
         return by_hand, None
-    return (budget.available // block_bytes if by_hand is None else by_hand), block_bytes
+    return (kv_bytes // block_bytes if by_hand is None else by_hand), block_bytes
 
 
-def _emit(worker: Any, budget: budget.NeuronBudget) -> None:
-    from ..report import report
-
-    blocks, block_bytes = _blocks(worker, budget)
-    report.emit(
-        report.BudgetReport(
-            platform="neuron",
-            worker=type(worker).__name__,
-            policy=budget.policy,
-            kv_bytes=budget.available,
-            formula=budget.formula,
-            rank=getattr(worker, "rank", None),
-            local_rank=getattr(worker, "local_rank", None),
-            inputs=list(budget.inputs),
-            notes=list(budget.warnings),
-            block_bytes=block_bytes,
-            blocks=blocks,
-            linear_in_requested=budget.follows_utilization,
-        )
-    )
+def _emit(worker: Any, made: BudgetReport) -> int:
+    """Log and report ``made``; returns its bytes whatever happens here."""
+    try:
+        for line in made.notes:
+            logger.warning("%s", line)
+        made.blocks, made.block_bytes = _blocks(worker, made.kv_bytes)
+        report.emit(made)
+    except Exception as error:
+        _log_failure(error)
+    return made.kv_bytes
 
 
-def _say(error: Exception) -> None:
+def _log_failure(error: Exception) -> None:
     try:
         logger.warning("the Neuron memory report failed (%s: %s); the budget stands", type(error).__name__, error)
     except Exception:  # a broken log handler must not reach the worker either

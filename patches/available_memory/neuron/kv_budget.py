@@ -28,9 +28,9 @@ class KvBudget(NamedTuple):
     available: int
 
     @property
-    def bound_by(self) -> str:
-        """Which term set ``available``: ``"cap"``, or ``"used"`` when the bytes in use leave less than the cap."""
-        return "cap" if self.heuristic_cap < self.user_budget else "used"
+    def is_capped(self) -> bool:
+        """Whether the cap set ``available``; otherwise the bytes in use leave no more than the cap."""
+        return self.heuristic_cap < self.user_budget
 
 
 def requested_bytes(total_bytes: int, gmu: float) -> int:
@@ -60,64 +60,35 @@ def capped_bytes(total_budget: int, cap_fraction: float) -> int:
     return int(total_budget * cap_fraction)
 
 
-def split_kv_budget(total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float = 0.30) -> KvBudget:
-    """The KV budget of one logical core, with its terms, before the minimum is looked at.
+def compute_kv_budget(
+    total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float = 0.30, minimum_bytes: int = GIB
+) -> KvBudget:
+    """The KV budget of one logical core with ``total_hbm_bytes`` of HBM, ``bytes_used`` of them taken by the model.
 
-    Source: determine_available_memory design, section 4. The nesting ``int(int(total * gmu) * cap)`` is part of the
-    contract: one product of all three differs by a byte often enough to change a block count.
+    Source: determine_available_memory design, section 4 (``_compute_kv_budget``). The nesting
+    ``int(int(total * gmu) * cap)`` is part of the contract: one product of all three differs by a byte often enough to
+    change a block count. A ``minimum_bytes`` of 0 or less is no minimum; a budget equal to it is enough.
 
     Raises:
-        RuntimeError, ValueError: as :func:`requested_bytes` and :func:`capped_bytes`; ``bytes_used`` is negative.
+        BelowMinimumError: ``available`` is below ``minimum_bytes``.
+        RuntimeError, ValueError: as :func:`requested_bytes` and :func:`capped_bytes`, which are checked before the
+            minimum; ``bytes_used`` is negative.
     """
     total_budget = requested_bytes(total_hbm_bytes, gmu)
     heuristic_cap = capped_bytes(total_budget, cap_fraction)
     if bytes_used < 0:
         raise ValueError(f"Used memory must not be negative. Got {bytes_used} bytes.")
     user_budget = max(total_budget - bytes_used, 0)
-    return KvBudget(total_budget, user_budget, heuristic_cap, max(min(user_budget, heuristic_cap), 0))
-
-
-def check_minimum(available: int, minimum_bytes: int, detail: str = "") -> int:
-    """``available``, unless it is below ``minimum_bytes``; equal is enough, and a minimum <= 0 is no minimum.
-
-    ``detail`` is put into the error: the numbers that ``available`` came from.
-
-    Raises:
-        BelowMinimumError: it is below.
-    """
+    available = max(min(user_budget, heuristic_cap), 0)
     if minimum_bytes > 0 and available < minimum_bytes:
         raise BelowMinimumError(
             f"Computed KV cache budget is below minimum threshold: {available / GIB:.2f} GiB ({available} bytes) "
-            f"against {minimum_bytes / GIB:.2f} GiB ({minimum_bytes} bytes).{' ' + detail if detail else ''} "
-            f"Raise gpu_memory_utilization or tensor_parallel_size, or {CAP_VARIABLE} where the cap is what binds, or "
-            f"lower {MINIMUM_VARIABLE}."
+            f"against {minimum_bytes / GIB:.2f} GiB ({minimum_bytes} bytes). HBM {total_hbm_bytes / GIB:.2f} GiB x "
+            f"gpu_memory_utilization {gmu:g} = {total_budget / GIB:.2f} GiB, used {bytes_used / GIB:.2f} GiB, cap "
+            f"fraction {cap_fraction:g} = {heuristic_cap / GIB:.2f} GiB. Raise gpu_memory_utilization or "
+            f"tensor_parallel_size, raise {CAP_VARIABLE} if the cap is the smaller term, or lower {MINIMUM_VARIABLE}."
         )
-    return available
-
-
-def compute_kv_budget(
-    total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float = 0.30, minimum_bytes: int = GIB
-) -> int:
-    """Bytes of KV for one logical core with ``total_hbm_bytes`` of HBM, ``bytes_used`` of them taken by the model.
-
-    Source: determine_available_memory design, section 4 (``_compute_kv_budget``).
-
-    Raises:
-        BelowMinimumError: the result is below ``minimum_bytes``.
-        RuntimeError, ValueError: an argument is out of its range; the cap is looked at before the minimum.
-    """
-    terms = split_kv_budget(total_hbm_bytes, bytes_used, gmu, cap_fraction)
-    return check_minimum(
-        terms.available, minimum_bytes, describe(terms, total_hbm_bytes, bytes_used, gmu, cap_fraction)
-    )
-
-
-def describe(terms: KvBudget, total_hbm_bytes: int, bytes_used: int, gmu: float, cap_fraction: float) -> str:
-    """The terms of a budget in one sentence for an error or a report."""
-    return (
-        f"HBM {total_hbm_bytes / GIB:.2f} GiB x gpu_memory_utilization {gmu:g} = {terms.total_budget / GIB:.2f} GiB, "
-        f"used {bytes_used / GIB:.2f} GiB, cap fraction {cap_fraction:g} = {terms.heuristic_cap / GIB:.2f} GiB."
-    )
+    return KvBudget(total_budget, user_budget, heuristic_cap, available)
 
 
 def needed_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:

@@ -8,9 +8,20 @@ contiguous layout there is one block per sequence, chosen by the plugin and not 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from .budget import LaidOut
+
+@dataclass(frozen=True)
+class LaidOut:
+    """KV that the inference library has laid out already: ``blocks`` that vLLM may use, of ``block_bytes`` each as
+    vLLM divides a budget. ``warning`` is for the log; empty when all is well.
+    """
+
+    blocks: int
+    block_bytes: int
+    source: str
+    warning: str = ""
 
 
 def laid_out(model: Any, block_size: int, block_bytes: int, max_num_seqs: int, max_model_len: int) -> LaidOut | None:
