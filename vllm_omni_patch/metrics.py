@@ -23,7 +23,7 @@ def set_gauge(name: str, help: str, value: float | None, /, **labels: object) ->
 
 def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
     """Add ``amount`` (>= 0) to counter ``vllm_omni_patch_<name>``; the name ends in ``_total``."""
-    numbers.mine.add(_key(name, labels), help, amount)
+    numbers.mine.add(_key(name, labels), help, float(amount))
 
 
 def values() -> dict[Key, float]:

@@ -26,7 +26,7 @@ from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 from vllm_omni_patch.patches.ec_connector.cache.staging import Staging
 from vllm_omni_patch.patches.ec_connector.cache.writer import Job, Writer
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
-from vllm_omni_patch.patches.ec_connector.stats import HELP, ECStats
+from vllm_omni_patch.patches.ec_connector.stats import ALIKE, HELP, WHO, ECStats
 from vllm_omni_patch.patches.ec_connector.storage.remote import RemoteTier
 
 NOBODY = 65534
@@ -73,7 +73,7 @@ def counts(engine: ECCacheEngine) -> dict[str, int]:
     return {name: int(value) for name, value in engine.stats.values().items() if value and name != "load_seconds"}
 
 
-def test_switched_off_it_counts_nothing_and_says_so(build: Any, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:
+def test_switched_off_it_counts_nothing_and_logs_it(build: Any, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:
     monkeypatch.setenv("VLLM_OMNI_PATCH_EC_DISABLE", "1")
     engine = build(disk=True)
     assert engine.put("id", output(4, 4)) is False
@@ -114,7 +114,7 @@ def test_an_entry_that_was_removed_is_called_removed(build: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize("closed", ["entry", "folder"])
-def test_what_may_not_be_read_is_counted_and_said_once(closed: str, public: Path, lines: Any) -> None:
+def test_what_may_not_be_read_is_counted_and_logged_once(closed: str, public: Path, lines: Any) -> None:
     with as_nobody():
         engine = engine_in(public)
         assert engine.put("id", output(4, 4)) and engine.flush(5)
@@ -150,7 +150,7 @@ def test_an_entry_that_is_not_there_is_an_ordinary_miss(build: Any, lines: Any) 
     assert counts(engine) == {"lookups": 1, "misses": 1} and lines() == []
 
 
-def test_an_error_of_our_own_is_counted_and_said_once_with_its_place(
+def test_an_error_of_our_own_is_counted_and_logged_once_with_its_place(
     build: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build()
@@ -185,8 +185,8 @@ def test_every_operation_counts_an_error_of_its_own(build: Any, monkeypatch: pyt
     ]
 
 
-def test_every_counter_has_a_field_and_a_help_text() -> None:
-    assert set(HELP) == set(ECStats("both").snapshot().__dict__)
+def test_every_counter_has_a_field_a_help_text_and_somebody_who_counts_it() -> None:
+    assert set(HELP) == set(WHO) == set(ECStats("both").snapshot().__dict__) and set(ALIKE) < set(HELP)
 
 
 # -- the writer
@@ -235,7 +235,7 @@ def test_a_copy_of_what_a_remote_keeps_is_not_called_dropped() -> None:
     assert stats.snapshot().dropped == 0 and stats.reasons() == {}
 
 
-def test_an_error_in_the_writer_is_counted_and_said_once(lines: Any) -> None:
+def test_an_error_in_the_writer_is_counted_and_logged_once(lines: Any) -> None:
     stats = ECStats("worker")
     write_all(Place(), stats, 3)
     assert (stats.snapshot().errors, stats.reasons()) == (3, {"error": 3})
@@ -326,13 +326,13 @@ def test_verify_says_what_it_could_not_remove(public: Path) -> None:
         assert not file.exists()
 
 
-@pytest.mark.parametrize("level", ["binding", "root"])
+@pytest.mark.parametrize("level", ["namespace", "root"])
 def test_a_folder_that_may_not_be_listed_is_not_called_empty(level: str, public: Path) -> None:
     with as_nobody():
         file = stored_by_nobody(public)
-        shut = file.parent if level == "binding" else file.parents[1]
+        shut = file.parent if level == "namespace" else file.parents[1]
         shut.chmod(0o300)
         answers = [call(*words) for words in (("stats", public / "disk"), ("verify", public / "disk"))]
         shut.chmod(0o700)
         assert all("Permission denied" in text for _, text in answers)
-        assert [code for code, _ in answers] == ([0, 1] if level == "binding" else [2, 2])
+        assert [code for code, _ in answers] == ([0, 1] if level == "namespace" else [2, 2])

@@ -13,8 +13,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("prometheus_client")
 
-from vllm_omni_patch.patches.ec_connector import stats
-
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENGINES, RANKS = 2, 2
 # Every process is a fork of one that has imported what they need; the servers run no engine. Each of the two engines
@@ -43,7 +41,7 @@ def wait(name):
             sys.exit(f"waited for {name} in vain")
         time.sleep(0.01)
 
-def say(name):
+def mark(name):
     (folder / name).touch()
 
 def run(body, *arguments):
@@ -51,10 +49,10 @@ def run(body, *arguments):
         try:
             body(*arguments)
             numbers.mine.flush()
-            say("-".join(map(str, ["done", *arguments])))
+            mark("-".join(map(str, ["done", *arguments])))
             wait("end")
         except BaseException:
-            say("failed")
+            mark("failed")
             traceback.print_exc()
         finally:
             os._exit(0)
@@ -66,7 +64,7 @@ def scheduler(number):
     made = engine(folder / str(number), "scheduler", engine_id=f"engine {number}")
     wait(f"stored-{number}")
     assert [made.contains(name, 32) for name in (*SOUND, "missing")] == [True] * 4 + [False]
-    say(f"looked-{number}")
+    mark(f"looked-{number}")
 
 def rank(number, mine):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group-{number}", rank=mine, world_size=ranks)
@@ -87,14 +85,14 @@ def rank(number, mine):
             byte = file.read(1)
             file.seek(-1, 2)
             file.write(bytes([byte[0] ^ 1]))
-        say(f"stored-{number}")
+        mark(f"stored-{number}")
     dist.barrier()
     plan = lambda names: StepPlan([Load("r", 0, name, name, 32, None) for name in names])
     cache = {}
     side.load(cache, plan(SOUND + BAD))
     assert sorted(cache) == SOUND
     made.stats.fallback(len(side.take_failed()))
-    wait(f"looked-{number}")  # an item that a rank cannot load is refused from then on, for the scheduler too
+    wait(f"looked-{number}")  # an item that a rank cannot load is blocklisted from then on, for the scheduler too
     if mine == 1:
         made.get = lambda *asked: made.stats.add("misses")
     side.load({}, plan(["a"]))
@@ -122,7 +120,7 @@ for number in range(2):
     run(server, f"server-{number}")
 for number in range(2):
     wait(f"page-{number}")
-say("end")
+mark("end")
 """
 
 
@@ -161,7 +159,3 @@ def test_gauges_add_up_to_what_all_workers_hold(pages: list[dict[str, float]]) -
 
 def test_every_api_server_shows_the_same(pages: list[dict[str, float]]) -> None:
     assert pages[0] == pages[1]
-
-
-def test_every_counter_says_who_counts_it() -> None:
-    assert set(stats.WHO) == set(stats.HELP) and set(stats.ALIKE) < set(stats.HELP)

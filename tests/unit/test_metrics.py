@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.fake_house import House, gone
-from vllm_omni_patch.telemetry import exposition, number_file, processes, reading, states
+from vllm_omni_patch.telemetry import exposition, number_file, numbers, processes, reading, states
 from vllm_omni_patch.telemetry.number_file import Key, Number, NumberFile
 from vllm_omni_patch.telemetry.reading import Process
 
@@ -128,6 +128,7 @@ def test_states_are_shown_once_and_waiting_only_where_nobody_settled() -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder that this process reads."""
     monkeypatch.setattr(reading, "_seen", {})
+    monkeypatch.setattr(numbers, "mine", numbers.ProcessNumbers())
     monkeypatch.setenv("VLLM_OMNI_PATCH_RUN_DIR", str(tmp_path))
     return tmp_path
 

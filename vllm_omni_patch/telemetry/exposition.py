@@ -112,9 +112,9 @@ def _states(processes: list[Process]) -> dict[Key, float]:
     for process in processes:
         for (name, labels), number in process.numbers.items():
             if process.alive and name == states.NAME and not math.isnan(number.value):
-                label = dict(labels)
-                by_state = found.setdefault((label["patch"], label["target"]), {})
-                by_state.setdefault(label["state"], label["vllm_version"])
+                by_name = dict(labels)
+                patch, target, state, version = (by_name.get(label, "") for label in states.LABELS)
+                found.setdefault((patch, target), {}).setdefault(state, version)
     return {
         (states.NAME, states.labels(patch, target, state, version)): 1.0
         for (patch, target), by_state in found.items()

@@ -93,10 +93,10 @@ class ProcessNumbers:
     def end(self) -> None:
         """Write the last counts and take the gauges back; a file without counts is removed."""
         self._ended = True
-        last = {key: one._replace(value=math.nan) for key, one in self.all().items() if one.kind == "gauge"}
-        self.set(last)
-        if len(last) < len(self.all()):
-            self.flush()
+        numbers = self.all()
+        gauges = {key: one._replace(value=math.nan) for key, one in numbers.items() if one.kind == "gauge"}
+        if len(gauges) < len(numbers):
+            self.set(gauges)
         elif self._file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._file.path)
@@ -120,10 +120,12 @@ class ProcessNumbers:
             self._file, self._named = None, os.environ.get(flags.RUN_DIR.name)
             self._folder = run_folder.path()
             self._at_once = self._folder is not None and run_folder.is_in_memory(self._folder)
+            with self._lock:
+                self._changed = dict.fromkeys(self._numbers)
 
     def _write(self) -> None:
         self._again = False
-        if self._folder is None:
+        if self._folder is None or not self._changed:
             return
         with self._lock:
             changed, self._changed = self._changed, {}

@@ -11,6 +11,7 @@ from vllm_omni_patch.telemetry import numbers
 from vllm_omni_patch.telemetry.number_file import Labels, Number
 
 NAME = "info"
+LABELS = ("patch", "target", "state", "vllm_version")
 HELP = "State of each target of each asked-for patch: pending, applied, native, skipped or failed."
 
 
@@ -31,7 +32,7 @@ def update() -> None:
 
 def labels(patch: str, target: str, state: str, vllm_version: str) -> Labels:
     """The labels of one row."""
-    return ("patch", patch), ("state", state), ("target", target), ("vllm_version", vllm_version)
+    return tuple(sorted(zip(LABELS, (patch, target, state, vllm_version), strict=True)))
 
 
 def _matters(entry: ledger.Entry) -> bool:
