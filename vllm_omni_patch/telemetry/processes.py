@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the process that wrote a file runs. Its id alone does not say: the system gives it to another one later."""
+"""Whether the process that wrote a file runs. An id alone does not tell: the system reuses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def born() -> int:
 def is_alive(host: str, pid: int, began: int) -> bool | None:
     """Whether the process with this id that :func:`began <born>` then runs; ``None`` for one on another host.
 
-    One that has ended and that its parent did not ask for yet (a zombie) does not run. ``began`` is 0 where the process
+    A zombie (ended, and not waited for by its parent) does not run. ``began`` is 0 where the process
     could not tell.
     """
     if host != platform.node():
