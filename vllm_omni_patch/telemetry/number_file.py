@@ -77,9 +77,10 @@ class NumberFile:
         """
         handle = os.open(self.path, _WRITE)
         try:
-            if os.lseek(handle, 0, os.SEEK_END) != self._size:
-                self._begin_anew(handle)
-                changed = everything()
+            size = os.lseek(handle, 0, os.SEEK_END)
+            if size != self._size:
+                self._mend(handle, size)
+                changed = changed if self._size else everything()
             added = []
             for key, number in changed.items():
                 place = self._places.get(key)
@@ -92,11 +93,13 @@ class NumberFile:
         finally:
             os.close(handle)
 
-    def _begin_anew(self, handle: int) -> None:
+    def _mend(self, handle: int, size: int) -> None:
+        """Cut off a line that there was no room for; begin anew where lines are missing."""
         if not os.path.samestat(os.fstat(handle), self._file):
             raise FileNotFoundError(errno.ENOENT, "replaced by another file", self.path)
-        self._places, self._size = {}, 0
-        os.ftruncate(handle, 0)
+        if size < self._size:
+            self._places, self._size = {}, 0
+        os.ftruncate(handle, self._size)
 
     def _append(self, handle: int, added: list[tuple[Key, Number]]) -> None:
         places, lines, size = {}, [], self._size
