@@ -206,7 +206,11 @@ def check_loader(seen: Seen) -> dict[str, int]:
     seen.applied("loader", "llm")
     rows = [line for line in seen.pages["patched"].splitlines() if line.startswith("vllm_omni_patch_info{")]
     require(len(rows) > 0, "/metrics says nothing of what was applied")
-    told = [one["process"]["engine_road"] for one in seen.ledgers("llm") if "engine_road" in one["process"]]
+    told = [
+        one["process"]["engine_activation_path"]
+        for one in seen.ledgers("llm")
+        if "engine_activation_path" in one["process"]
+    ]
     require(set(told) == {"startup file"}, f"engine starts were learned by {told}, with the plugin filtered out")
     return {"targets_on_page": len(rows), "engine_starts": len(told)}
 

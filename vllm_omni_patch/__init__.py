@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A patch set for stock vLLM, switched on by ``VLLM_OMNI_PATCH``. Importing this package changes nothing.
 
-Here is what every interpreter pays for while the flag is set, and therefore little: the startup file calls
-:func:`activate`, which puts a finder into ``sys.meta_path`` that waits for a vLLM package (``startup.py`` goes on from
-there). On Python 3.15 and later the startup file names :func:`activate` and cannot look at the flag first: there, with
-the flag off, this module is imported and nothing else.
+Every interpreter pays for this module while the flag is set, so there is little in it: the startup file calls
+:func:`activate`, which puts a finder into ``sys.meta_path`` that waits for a vLLM package. Stage 2 (``startup.py``) is
+known here by name only, as the startup file knows this module. On Python 3.15 and later the startup file names
+:func:`activate` and cannot look at the flag first: there, with the flag off, this module is imported and nothing else.
 """
 
 __version__ = "0.1.0"
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 FLAG = "VLLM_OMNI_PATCH"
 OFF = ("", "0", "false", "no", "off")
 ROOTS = ("vllm", "vllm_omni", "vllm_neuron")
+STAGE_2 = "vllm_omni_patch.startup"
 
 
 class Finder:
@@ -31,15 +32,25 @@ class Finder:
             begin("startup file")
         return self.watch.find_spec(self, fullname, path, target) if self.watch is not None else None
 
+    def stand_first(self) -> None:
+        """Put this finder first as well: a tool in front of it answers for modules that we wait for."""
+        import sys
+
+        if self in sys.meta_path and sys.meta_path[0] is not self:
+            sys.meta_path.insert(0, self)
+
 
 # It stays in sys.meta_path for good: taking a finder out makes a concurrent import skip its neighbour.
 finder = Finder()
 
 
-def activate(road: str = "startup file") -> None:
+def activate(path: str = "startup file") -> None:
     """Arm the finder when the flag is on; where vLLM is imported already, go on to stage 2. Never raises.
 
     A virtual environment runs startup files twice; the second call finds the finder in place.
+
+    Args:
+        path: the activation path that led here, for the ledger: ``startup file`` or ``plugin``.
     """
     import os
     import sys
@@ -49,19 +60,19 @@ def activate(road: str = "startup file") -> None:
     if finder not in sys.meta_path:
         sys.meta_path.insert(0, finder)
     if finder.watch is None and any(name in sys.modules for name in finder.waits_for):
-        begin(road)
+        begin(path)
 
 
-def begin(road: str) -> None:
+def begin(path: str) -> None:
     """Go on to stage 2. A half-installed package is one line on stderr and never a failed ``import vllm``."""
     try:
-        from vllm_omni_patch.startup import begin as begin_once
+        stage_2 = __import__(STAGE_2, fromlist=["begin"])
     except Exception as error:
         import os
         import sys
 
         finder.waits_for = ()
         if sys.stderr is not None:
-            sys.stderr.write(f"vllm-omni-patch: not active in process {os.getpid()}: {error!r}; install it again\n")
+            sys.stderr.write(f"vllm-omni-patch: not active in process {os.getpid()}: {error!r}; reinstall it\n")
         return
-    begin_once(road)
+    stage_2.begin(path)

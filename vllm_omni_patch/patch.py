@@ -18,9 +18,6 @@ Effect = Literal["adds", "reports", "changes"]
 ParameterKind = Literal["positional", "positional_or_keyword", "keyword_only", "var_positional", "var_keyword"]
 Undo = Callable[[], None]
 
-# Attribute of our wrapper functions that says whose they are: (patch name, target name).
-MARK = "_vllm_omni_patch_owner"
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -164,32 +161,21 @@ class Hook:
 
         ``wrapper`` must pass ``*args, **kwargs`` through to ``wrapped`` and bind what it reads by name.
         """
-        import wrapt
+        from vllm_omni_patch.loading import wrappers
 
-        def ours(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if not self.used:
                 self.note_use()
             return wrapper(wrapped, instance, args, kwargs)
 
-        setattr(ours, MARK, (self.patch.name, self.target.name))
-        wrapt.wrap_function_wrapper(self.module, self.target.qualname, ours)
-        installed = vars(self.owner).get(self.attribute)
-        self.installed = installed
-
-        def undo() -> None:
-            if vars(self.owner).get(self.attribute) is not installed:
-                raise RuntimeError(f"{self.target.name} was wrapped again by somebody else; left as it is")
-            if self.inherited:
-                delattr(self.owner, self.attribute)
-            else:
-                setattr(self.owner, self.attribute, self.original)
-
+        owner = (self.patch.name, self.target.name)
+        self.installed, undo = wrappers.wrap(self.module, self.target.qualname, self.owner, noting, owner)
         return undo
 
     def note_use(self) -> None:
-        """Say that a call reaches what was installed: told once in a process, and never at the price of the call.
+        """Record that a call reaches what was installed. Only the first call in a process counts; never raises.
 
-        :meth:`wrap` does it by itself; an installer that puts something else in place calls this from it.
+        :meth:`wrap` calls it; an installer that puts something else in place calls it itself.
         """
         if self.used:
             return
@@ -199,11 +185,3 @@ class Hook:
                 self.on_first_call()
         except Exception:
             return
-
-    @property
-    def inherited(self) -> bool:
-        """The owner class does not define the attribute itself, so undoing means deleting it again."""
-        return self._inherited
-
-    def __post_init__(self) -> None:
-        self._inherited = self.attribute not in vars(self.owner)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the armed finder (``__init__.py``) to stage 2 (``loader.py``), once in a process.
+"""From the armed finder (``__init__.py``) to stage 2 (``loading/loader.py``), once in a process.
 
-Two roads lead here: the startup file in site-packages, whose finder has met the first look-up of a vLLM package, and
-vLLM's general plugins. With the flag off vLLM loads the plugin all the same, so little is imported at module level.
+Two activation paths lead here: the startup file in site-packages, whose finder has met the first look-up of a vLLM
+package, and vLLM's general plugins. vLLM loads the plugin with the flag off too, so little is imported at module level.
 """
 
 import _thread
@@ -17,7 +17,7 @@ _begun = False
 
 
 def plugin() -> None:
-    """Entry point in ``vllm.general_plugins``: the same road, for processes that the startup file did not reach.
+    """Entry point in ``vllm.general_plugins``, for processes that the startup file did not reach.
 
     With the flag off it returns without importing anything. This is where strict mode stops the engine.
 
@@ -37,7 +37,7 @@ def plugin() -> None:
     loader.engine_starts("plugin")
 
 
-def begin(road: str) -> None:
+def begin(path: str) -> None:
     """Run stage 2 once in this process; later calls return at once.
 
     The flag is read again here: a script may set or clear it until its first import of vLLM.
@@ -54,15 +54,16 @@ def begin(road: str) -> None:
         raise ImportError("a patch declaration may not import vLLM: name target modules and installers as text")
     if os.environ.get(FLAG, "").strip().lower() in OFF:
         return
-    # No wait without an end while import locks are held. Who waits in vain is caught up with by the audit.
+    # The caller holds import locks, so the wait has a limit. The audit hooks what a caller imports that gave up.
     if not _lock.acquire(timeout=WAIT_S):
         return
     try:
         if not _begun:
             _busy = _thread.get_ident()
+            os.register_at_fork(after_in_child=_after_fork)
             from vllm_omni_patch.loading import loader
 
-            finder.watch = loader.start(road)  # type: ignore[assignment]
+            finder.watch = loader.start(path)  # type: ignore[assignment]
     except Exception as error:
         complain(error)
     finally:
@@ -72,18 +73,10 @@ def begin(road: str) -> None:
         _lock.release()
 
 
-def renew_lock() -> None:
-    """For a forked child: a lock that no thread of its parent holds."""
+def _after_fork() -> None:
+    """A child needs a lock that no thread of its parent holds."""
     global _lock, _busy
     _lock, _busy = _thread.allocate_lock(), 0
-
-
-def stand_first() -> None:
-    """Put our finder first as well: a tool in front of it answers for modules that we wait for."""
-    import sys
-
-    if finder in sys.meta_path and sys.meta_path[0] is not finder:
-        sys.meta_path.insert(0, finder)
 
 
 def complain(error: BaseException) -> None:

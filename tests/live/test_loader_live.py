@@ -84,7 +84,7 @@ def test_every_process_says_what_it_applied(engine: Seen) -> None:
     assert engine.status["mismatches"] == []
     assert engine.status["problems"] == []
     for process in roles.values():
-        assert process["process"]["road"] == "startup file"
+        assert process["process"]["activation_path"] == "startup file"
         assert process["process"]["vllm_version"] == engine.status["installed"]["vllm"]["release"]
 
 
@@ -192,9 +192,9 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 import vllm.v1.worker.gpu_worker
 from vllm_omni_patch import ledger
-print("ROAD", ledger.process()["road"])
+print("PATH", ledger.process()["activation_path"])
 print("STATE", {e.state for e in ledger.entries() if e.target.startswith("vllm.v1.worker.gpu_worker:")})
 """
     done = python(code, None)
-    assert "ROAD plugin" in done.stdout, done.stderr
+    assert "PATH plugin" in done.stdout, done.stderr
     assert "STATE {'applied'}" in done.stdout

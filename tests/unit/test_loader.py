@@ -396,6 +396,7 @@ def test_where_the_original_is_still_reached_is_told(house: House) -> None:
 
 BOTH = 'T("vllm.worker", "Worker.load", group="g"), T("vllm.runner", "Runner.execute", group="g"{0})'
 EXECUTE = "vllm.runner:Runner.execute"
+RUN = "vllm.other:Base.run"
 
 
 def test_a_group_whose_other_member_has_drifted_is_not_begun(house: House) -> None:
@@ -422,6 +423,36 @@ def test_a_group_whose_later_member_fails_is_taken_out_again(house: House) -> No
     assert done.shown[0] == [["a", 1], [1]]
     assert done.value[EXECUTE] == ["failed", "RuntimeError: the installer broke"]
     assert done.value[LOAD][0] == "skipped"
+
+
+def test_each_member_of_a_group_is_judged_once_as_text_or_imported(house: House) -> None:
+    """The first module brings the verdict on the others' text; each is judged on its objects when it is imported."""
+    house.patch("probe", BOTH.format("") + ', T("vllm.other", "Base.run", group="g")', [LOAD, EXECUTE, RUN])
+    done = house.run(
+        """
+        import vllm.plugins
+        from vllm_omni_patch.matrix import forecast, judge
+        seen = []
+        def noting(kind, decide):
+            def noted(patch, target, *rest):
+                if patch.name == "probe":
+                    seen.append([kind, target.name])
+                return decide(patch, target, *rest)
+            return noted
+        forecast.decide, judge.decide = noting("text", forecast.decide), noting("imported", judge.decide)
+        import vllm.worker, vllm.runner
+        show(seen)
+    """,
+        STATES,
+    )
+    assert {state for state, _ in done.value.values()} == {"applied"}
+    assert done.shown[0] == [
+        ["imported", RUN],
+        ["text", LOAD],
+        ["text", EXECUTE],
+        ["imported", LOAD],
+        ["imported", EXECUTE],
+    ]
 
 
 def test_a_group_is_applied_across_modules(house: House) -> None:

@@ -17,7 +17,7 @@ from test_strict import start
 from support.fake_house import OWN_STATES, ROOT, STATES, House
 from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.loading import apply, loader, own, own_hooks
-from vllm_omni_patch.telemetry import exposition
+from vllm_omni_patch.telemetry import exposition, log_lines
 
 ENVS = "vllm.envs:environment_variables"
 LOG = "vllm.logger:configure_logging"
@@ -77,7 +77,7 @@ def test_with_the_flag_off_everything_is_vllms(house: House) -> None:
     assert done.value == ["dict", "function", "function", "function", [], []]
 
 
-def test_both_roads_and_a_reload_apply_it_once(house: House) -> None:
+def test_both_activation_paths_and_a_reload_apply_it_once(house: House) -> None:
     done = house.run(
         IMPORTS,
         """
@@ -272,7 +272,7 @@ def test_a_log_is_set_up_though_our_lines_cannot_be_let_out(monkeypatch: pytest.
     one = module(configure_logging=lambda config: f"set up by {config}")
     stock = one.configure_logging
     done = install(LOG, one)
-    monkeypatch.setattr(ledger, "release_lines", lambda: 1 / 0)
+    monkeypatch.setattr(log_lines, "release", lambda: 1 / 0)
     assert one.configure_logging("a file") == "set up by a file"
     assert apply.remove(done) == ""
     assert one.configure_logging is stock
@@ -282,7 +282,7 @@ def test_plugins_are_loaded_though_our_account_fails(monkeypatch: pytest.MonkeyP
     one = module(load_general_plugins=lambda: "loaded")
     stock = one.load_general_plugins
     done = install(PLUGINS, one)
-    monkeypatch.setattr(loader, "_loader", types.SimpleNamespace(catch_up=lambda: 1 / 0, patches=[]))
+    monkeypatch.setattr(loader, "_loader", types.SimpleNamespace(catch_up=lambda: 1 / 0))
     monkeypatch.setattr(loader, "_engine_pid", 0)
     assert one.load_general_plugins() == "loaded"
     assert apply.remove(done) == ""
@@ -297,13 +297,13 @@ def test_a_registry_is_served_though_ours_cannot_go_on_it(
 
     stock = multiprocess.MultiProcessCollector.__init__
     done = install(MULTIPROCESS, multiprocess)
-    said: list[str] = []
-    monkeypatch.setattr(ledger, "say", lambda level, text, name="": said.append(text))
+    logged: list[str] = []
+    monkeypatch.setattr(ledger, "log", lambda level, text, name="": logged.append(text))
     monkeypatch.setattr(exposition, "Collector", lambda *_: 1 / 0)
     registry = prometheus.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     assert [type(one).__name__ for one in registry._collector_to_names] == ["MultiProcessCollector"]
-    assert said == ["our numbers will not be on /metrics: division by zero"]
+    assert logged == ["our numbers will not be on /metrics: division by zero"]
     monkeypatch.undo()
     other = prometheus.CollectorRegistry()
     multiprocess.MultiProcessCollector(path=str(tmp_path), registry=other)
@@ -369,8 +369,7 @@ def test_a_setting_switches_a_target(house: House, value: str, state: list[str] 
 # -- nothing else
 
 FOREIGN = {
-    "vllm_omni_patch/loading/apply.py": "puts a target back",
-    "vllm_omni_patch/patch.py": "the undo of a wrapper",
+    "vllm_omni_patch/loading/wrappers.py": "wraps a target and puts it back",
     "vllm_omni_patch/loading/known_flags.py": "target vllm.envs:environment_variables",
     "patches/ec_connector/storage/remote.py": "an object of our own",
     "patches/model_local_kv/observe/observe.py": "target transformers.cache_utils:Cache",

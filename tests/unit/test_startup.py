@@ -102,7 +102,7 @@ def test_a_flag_that_is_set_late_is_caught_by_the_plugin(house: House) -> None:
         arm()
         vllm.plugins.load_general_plugins()
         from vllm_omni_patch import ledger
-        show([vllm.worker.Worker().load("a"), ledger.process()["road"]])
+        show([vllm.worker.Worker().load("a"), ledger.process()["activation_path"]])
     """,
         activate=False,
     )
@@ -305,7 +305,7 @@ def test_interpreter_options_do_not_disarm_the_line(house: House, option: str) -
     assert (done.stdout, done.stderr) == ("('ours', ('a', 1))\n", "")
 
 
-def test_without_site_the_plugin_road_is_left(house: House) -> None:
+def test_without_site_the_plugin_activates(house: House) -> None:
     needed = {str(Path(__import__(name).__file__ or "").parent.parent) for name in ("wrapt", "packaging")}
     code = (
         "import vllm.worker, vllm.plugins; vllm.plugins.load_general_plugins(); print(vllm.worker.Worker().load('a'))"

@@ -61,7 +61,8 @@ def log(done: Any) -> list[str]:
 def test_a_process_writes_one_line(house: House) -> None:
     done = house.run("import vllm.worker, vllm.runner", ENGINE, "import os; show(os.getpid())")
     assert log(done) == [
-        f"LOG INFO vllm-omni-patch 0.1.0: pid {done.value}, road startup file, vLLM {RELEASE}: 2 applied (probe 2)"
+        f"LOG INFO vllm-omni-patch 0.1.0: pid {done.value}, activated by startup file, vLLM {RELEASE}: "
+        "2 applied (probe 2)"
     ]
 
 
@@ -115,7 +116,7 @@ def test_a_ledger_holds_states_and_no_arguments(house: House) -> None:
         LOAD: "applied", EXECUTE: "pending", "vllm_omni.worker:W.x": "pending"
     }  # fmt: skip
     assert ledger["process"]["vllm_version"] == RELEASE
-    assert ledger["process"]["road"] == "startup file"
+    assert ledger["process"]["activation_path"] == "startup file"
     assert "secret" not in json.dumps(ledger)
     assert [p.name for p in house.reports.iterdir()] == [f"ledger-{ledger['pid']}.json"]
 

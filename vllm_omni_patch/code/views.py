@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from vllm_omni_patch.patch import ParameterKind
-
 Kind = Literal["class", "function", "property", "other"]
 
 # Decorators and names for which both sides must agree without looking at what they do.
@@ -23,10 +21,10 @@ ACCESSORS = ("setter", "getter", "deleter")
 
 @dataclass(frozen=True)
 class Seen:
-    """A parameter as it stands in the code. ``required``: the caller must pass it."""
+    """A parameter in the code. ``kind``: a ``patch.ParameterKind``. ``required``: the caller must pass it."""
 
     name: str
-    kind: ParameterKind
+    kind: str
     required: bool
 
     def __str__(self) -> str:

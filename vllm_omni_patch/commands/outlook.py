@@ -9,9 +9,8 @@ from functools import lru_cache
 
 from vllm_omni_patch.code import installed
 from vllm_omni_patch.ledger import State
-from vllm_omni_patch.loading import discover
 from vllm_omni_patch.loading.discover import Choice, Found
-from vllm_omni_patch.matrix import forecast
+from vllm_omni_patch.matrix import forecast, rules
 from vllm_omni_patch.patch import Patch, Target
 
 
@@ -99,19 +98,16 @@ def _owned(row: Outlook, owners: dict[str, str]) -> Outlook:
     first = owners.setdefault(row.target, row.patch)
     if first == row.patch or row.would_be != "applied":
         return row
-    return replace(row, would_be="skipped", reason=discover.claimed_by(first))
+    return replace(row, would_be="skipped", reason=rules.claimed_by(first))
 
 
 def _by_groups(targets: Sequence[Target], rows: list[Outlook]) -> list[Outlook]:
     """All targets of a group or none."""
-    off: dict[str, str] = {}
-    for target, row in zip(targets, rows, strict=True):
-        if target.group and row.would_be != "applied" and not (target.optional and row.verdict == "absent"):
-            off.setdefault(target.group, f"{target.name}: {row.reason}")
-    told = []
-    for target, row in zip(targets, rows, strict=True):
-        if target.group in off and row.would_be == "applied":
-            reason = f"all targets of group {target.group!r} or none, and one cannot be applied: {off[target.group]}"
-            row = replace(row, would_be="skipped", reason=reason)
-        told.append(row)
-    return told
+    both = list(zip(targets, rows, strict=True))
+    off = rules.off((target, row.would_be == "applied", row.verdict, row.reason) for target, row in both)
+    return [
+        replace(row, would_be="skipped", reason=off[target.group])
+        if target.group in off and row.would_be == "applied"
+        else row
+        for target, row in both
+    ]

@@ -130,7 +130,7 @@ def _processes(out: Console, processes: Sequence[dict[str, Any]]) -> None:
 def _processes_verbose(out: Console, processes: Sequence[dict[str, Any]]) -> None:
     for one in processes:
         about = one["process"]
-        _heading(out, _who(one), f"vLLM {about.get('vllm_version', '?')}, by {about.get('road', '?')}")
+        _heading(out, _who(one), f"vLLM {about.get('vllm_version', '?')}, by {about.get('activation_path', '?')}")
         for entry in one["entries"]:
             if entry["state"] == "pending":
                 continue

@@ -16,7 +16,9 @@ import os
 
 from vllm_omni_patch import __version__, ledger
 from vllm_omni_patch.code import installed
-from vllm_omni_patch.ledger import OWN, STATES, Entry
+from vllm_omni_patch.ledger import STATES, Entry
+from vllm_omni_patch.loading import own
+from vllm_omni_patch.telemetry import processes
 
 _WORDS = {"pending": "waiting for their modules"}
 
@@ -28,10 +30,10 @@ _done = False
 def at_engine_start() -> None:
     """Write this process's line, or let a worker's wait."""
     global _start
-    road = ledger.process().get("road")
+    path = ledger.process().get("activation_path")
     release = installed.live_release("vllm") or "of unknown version"
-    _start = f"vllm-omni-patch {__version__}: pid {os.getpid()}, road {road}, vLLM {release}: "
-    if not (ledger.role() in ("worker", "ray worker") and _waiting(ledger.entries())):
+    _start = f"vllm-omni-patch {__version__}: pid {os.getpid()}, activated by {path}, vLLM {release}: "
+    if not (processes.role() in ("worker", "ray worker") and _waiting(ledger.entries())):
         _write()
 
 
@@ -54,13 +56,13 @@ def _write(final: bool = False) -> None:
     now = account(ledger.entries())
     if now != _told:
         text = f"{_start}{now}" if _told is None else f"vllm-omni-patch: pid {os.getpid()}: now {now}"
-        ledger.say(logging.INFO, text)
+        ledger.log(logging.INFO, text)
     _told, _done = now, final
 
 
 def _waiting(entries: list[Entry]) -> list[Entry]:
     """Targets that may still be hooked: pending, in a package that is installed."""
-    asked = [e for e in entries if e.patch != OWN]
+    asked = [e for e in entries if e.patch != own.NAME]
     return [e for e in asked if e.state == "pending" and installed.is_here(e.target.partition(".")[0])]
 
 
@@ -71,7 +73,7 @@ def account(entries: list[Entry]) -> str:
     for state in STATES[1:] + STATES[:1]:
         counts: dict[str, int] = {}
         for entry in entries:
-            if entry.patch != OWN and entry.state == state and (state != "pending" or id(entry) in waiting):
+            if entry.patch != own.NAME and entry.state == state and (state != "pending" or id(entry) in waiting):
                 counts[entry.patch] = counts.get(entry.patch, 0) + 1
         if counts or state == "applied":
             names = f" ({', '.join(f'{name} {count}' for name, count in counts.items())})" if counts else ""

@@ -72,15 +72,16 @@ def install(patch: Patch, target: Target, module: ModuleType, on_first_call: Cal
     if holder is not None:
         raise Refused(f"patch {holder[0]!r} already holds {holder[1]}; two patches cannot share an attribute")
     hook = Hook(patch, target, module, owner, attribute, original, on_first_call=on_first_call)
+    before = wrappers.held(owner, attribute)
     installer = resolve(target.install)
     verify = resolve(target.verify) if target.verify else None
     try:
         undo = installer(hook)
     except BaseException:
-        _restore(hook, None)
+        _take_back(hook, None, before)
         raise
     if not callable(undo):
-        _restore(hook, None)
+        _take_back(hook, None, before)
         raise TypeError(
             f"{target.install} returned {undo!r} and not the undo; what it did is taken back. End it with "
             "'return hook.wrap(...)', or return a function that takes back what it did"
@@ -89,10 +90,10 @@ def install(patch: Patch, target: Target, module: ModuleType, on_first_call: Cal
     try:
         effective = bool(verify(hook)) if verify is not None else _took_effect(done)
     except BaseException:
-        _restore(hook, done.undo)
+        _take_back(hook, done.undo, before)
         raise
     if not effective:
-        _restore(hook, done.undo)
+        _take_back(hook, done.undo, before)
         raise Refused(
             f"the hook had no effect: after installing it, {target.name} is not what was put there "
             "(a metaclass, a descriptor or another package keeps its own value)"
@@ -123,19 +124,14 @@ def _took_effect(done: Installed) -> bool:
     return current is not done.hook.original
 
 
-def _restore(hook: Hook, undo: Undo | None) -> None:
+def _take_back(hook: Hook, undo: Undo | None, before: Any) -> None:
     """Take back what an installer did. The attribute itself is put back even if the installer cannot undo."""
     if undo is not None:
         try:
             undo()
         except Exception:
             pass
-    current = vars(hook.owner).get(hook.attribute)
-    if hook.inherited:
-        if current is not None:
-            delattr(hook.owner, hook.attribute)
-    elif current is not hook.original:
-        setattr(hook.owner, hook.attribute, hook.original)
+    wrappers.put_back(hook.owner, hook.attribute, before)
 
 
 def remove(done: Installed) -> str:

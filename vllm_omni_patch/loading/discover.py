@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_patch.flags import CORE, CORE_REMOVED, FALSE, TRUE, Flag, Removed
-from vllm_omni_patch.ledger import OWN
 from vllm_omni_patch.loading import own
 from vllm_omni_patch.patch import Contract, Native, Patch, Target
 
@@ -46,7 +45,7 @@ def find() -> list[Found]:
     points: dict[tuple[str, str], Any] = {}
     for point in _points():
         points.setdefault((point.name, point.value), point)
-    found = [Found(OWN, OWN_DISTRIBUTION, own.PATCH)]
+    found = [Found(own.NAME, OWN_DISTRIBUTION, own.PATCH)]
     for point in sorted(points.values(), key=_order):
         found.append(_load(point, found))
     return found
@@ -100,7 +99,7 @@ def choose(value: str, found: Sequence[Found]) -> Choice:
     if text.lower() in (*TRUE, "all"):
         return Choice(known)
     asked = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    chosen = tuple(n for n in known if n in asked or n == OWN)
+    chosen = tuple(n for n in known if n in asked or n == own.NAME)
     return Choice(chosen, tuple(n for n in asked if n not in known))
 
 
@@ -108,16 +107,11 @@ def unknown_name(name: str, found: Sequence[Found]) -> str:
     """The sentence for a name that no patch has."""
     import difflib
 
-    names = list(dict.fromkeys(one.name for one in found if one.name != OWN))
+    names = list(dict.fromkeys(one.name for one in found if one.name != own.NAME))
     close = difflib.get_close_matches(name, names, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     known = ", ".join(names) or "none"
     return f"no patch is called {name!r}{meant}; known: {known}. Or use 1 for all of them, 0 for none."
-
-
-def claimed_by(first: str) -> str:
-    """The sentence for a target whose attribute an earlier patch has."""
-    return f"patch {first!r} claims this attribute first; two patches cannot share one"
 
 
 def all_flags(found: Sequence[Found]) -> list[Flag]:

@@ -6,15 +6,15 @@ It is on whenever the flag is, whichever patches are asked for. Data only, like 
 
 from __future__ import annotations
 
-from vllm_omni_patch.ledger import OWN
 from vllm_omni_patch.patch import Contract, Parameter, Patch, Target
 
+NAME = "loader"
 _HOOKS = "vllm_omni_patch.loading.own_hooks"
 
 # Each of these passes calls through and reads none of the target's code, so on a release that nobody has listed the
 # contract says enough. (vLLM's table of variables is another text in every release.)
 PATCH = Patch(
-    name=OWN,
+    name=NAME,
     summary="What the loader itself needs: known variables, log lines, engine starts, numbers on /metrics.",
     why="vLLM warns of variables that it does not know, has no log before it sets one up, says nowhere that an engine "
     "starts, and shows on /metrics only what is registered there.",

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
+from vllm_omni_patch.telemetry import log_lines
 
 
 def install_log(hook: Hook) -> Undo:
@@ -17,7 +18,7 @@ def install_log(hook: Hook) -> Undo:
     def configure(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         try:
-            ledger.release_lines()
+            log_lines.release()
         except Exception:  # a handler of somebody's that raises; the lines went to those before it
             pass
         return result
@@ -72,7 +73,7 @@ def install_multiprocess(hook: Hook) -> Undo:
             try:
                 exposition.register(registry)
             except Exception as error:
-                ledger.say(logging.WARNING, f"our numbers will not be on /metrics: {error}", "metrics")
+                ledger.log(logging.WARNING, f"our numbers will not be on /metrics: {error}", "metrics")
         return result
 
     return hook.wrap(init)

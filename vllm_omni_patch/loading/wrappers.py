@@ -1,22 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around a function: our wrappers, other packages' wrappers, and where the bare one can still be reached.
-
-Looks only; changes nothing.
+"""Wrappers around a function: ours are put there with wrapt, other packages' are found, and so are the places where the
+bare function can still be reached.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from vllm_omni_patch.patch import MARK
+# Attribute of our wrapper functions that says whose they are: (patch name, target name).
+MARK = "_vllm_omni_patch_owner"
 
 # Decorators that vLLM itself uses come from here; they are no sign of another patcher.
 _ORDINARY = frozenset({"torch", "functools", "contextlib", "abc", "typing", "typing_extensions", "numba", "triton"})
 _LIMIT = 100
+_NOTHING = object()  # a class that inherits the attribute holds nothing itself
+
+
+def wrap(
+    module: ModuleType, qualname: str, owner: Any, wrapper: Callable[..., Any], mark: tuple[str, str]
+) -> tuple[Any, Callable[[], None]]:
+    """Put ``wrapper(wrapped, instance, args, kwargs)`` around ``module.qualname``, which is an attribute of ``owner``.
+
+    Args:
+        mark: (patch name, target name), which :func:`ours` reads back.
+
+    Returns:
+        What now stands at the attribute, and the undo. The undo raises RuntimeError where somebody else has wrapped
+        or replaced the attribute since.
+    """
+    import wrapt
+
+    attribute = qualname.rpartition(".")[2]
+    before = held(owner, attribute)
+    setattr(wrapper, MARK, mark)
+    wrapt.wrap_function_wrapper(module, qualname, wrapper)
+    installed = vars(owner).get(attribute)
+
+    def undo() -> None:
+        if vars(owner).get(attribute) is not installed:
+            raise RuntimeError(f"{mark[1]} was wrapped again by somebody else; left as it is")
+        put_back(owner, attribute, before)
+
+    return installed, undo
+
+
+def held(owner: Any, attribute: str) -> Any:
+    """What ``owner`` itself holds at ``attribute``, for :func:`put_back`; a mark of its own where it holds nothing."""
+    return vars(owner).get(attribute, _NOTHING)
+
+
+def put_back(owner: Any, attribute: str, before: Any) -> None:
+    """Make ``owner`` hold again at ``attribute`` what :func:`held` found."""
+    if held(owner, attribute) is before:
+        return
+    if before is _NOTHING:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, before)
 
 
 def layers(value: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vllm_omni_patch.code.releases import Release
+from vllm_omni_patch.matrix import rules
 from vllm_omni_patch.matrix.build import Question, judge
 from vllm_omni_patch.matrix.judge import Decision, decide_view
 from vllm_omni_patch.matrix.table import Row, for_patch
@@ -34,7 +35,6 @@ class Assessment:
     faulty: bool
     listed: bool = True
     optional: bool = False
-    group: str = ""
     change: Change | None = field(default=None, compare=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -56,16 +56,17 @@ def assess(patches: Sequence[Patch], open_release: Callable[[Target], Release | 
     """Every target of ``patches`` on the release that ``open_release`` gives for it; ``None``: not installed."""
     found: list[Assessment] = []
     for patch in patches:
-        found += _with_groups([_assess(patch, target, open_release(target)) for target in patch.targets])
+        found += _with_groups(patch.targets, [_assess(patch, one, open_release(one)) for one in patch.targets])
         found += [_assess_use(patch, target, open_release(target)) for target in patch.uses]
     return found
 
 
 def assess_release(patch: Patch, asked: Sequence[Question], release: Release) -> list[Assessment]:
     """What ``asked`` names, all of it from ``patch``, on one release."""
-    found = [_assess(patch, question.target, release) for question in asked if not question.used]
+    targets = [question.target for question in asked if not question.used]
+    found = [_assess(patch, target, release) for target in targets]
     uses = [_assess_use(patch, question.target, release) for question in asked if question.used]
-    return [*_with_groups(found), *uses]
+    return [*_with_groups(targets, found), *uses]
 
 
 def without_effect(found: Sequence[Assessment]) -> list[str]:
@@ -82,7 +83,7 @@ def _assess(patch: Patch, target: Target, release: Release | None) -> Assessment
     if release is None:
         reason = f"{target.distribution} is not installed"
         row = Row(patch.name, target.name, target.distribution, "", "absent", reason, evidence=target.evidence)
-        return Assessment(row, "not installed", reason, False, False, target.optional, target.group)
+        return Assessment(row, "not installed", reason, False, False, target.optional)
     row = judge(Question(patch.name, target), release)
     known = for_patch(patch).row(patch.name, target.name, release.release)
     try:
@@ -99,9 +100,7 @@ def _assess(patch: Patch, target: Target, release: Release | None) -> Assessment
         action = "stands aside"
     elif decision.verdict == "absent" and target.optional:
         action = "not there"
-    return Assessment(
-        row, action, decision.reason, action == "skipped", known is not None, target.optional, target.group
-    )
+    return Assessment(row, action, decision.reason, action == "skipped", known is not None, target.optional)
 
 
 def _assess_use(patch: Patch, target: Target, release: Release | None) -> Assessment:
@@ -120,15 +119,13 @@ def _assess_use(patch: Patch, target: Target, release: Release | None) -> Assess
     return Assessment(row, action, why, action == "not usable", known is not None, target.optional)
 
 
-def _with_groups(found: list[Assessment]) -> list[Assessment]:
-    off: dict[str, str] = {}
-    for one in found:
-        if one.group and one.action not in ("applied", "not there"):
-            off.setdefault(one.group, one.row.target)
-    told = []
-    for one in found:
-        if one.group in off and one.action == "applied":
-            why = f"all targets of group {one.group!r} or none, and {off[one.group]} will not be applied"
-            one = replace(one, action="skipped", why=why, faulty=True)
-        told.append(one)
-    return told
+def _with_groups(targets: Sequence[Target], found: list[Assessment]) -> list[Assessment]:
+    """All targets of a group or none."""
+    both = list(zip(targets, found, strict=True))
+    off = rules.off((target, one.action == "applied", one.row.verdict, one.why) for target, one in both)
+    return [
+        replace(one, action="skipped", why=off[target.group], faulty=True)
+        if target.group in off and one.action == "applied"
+        else one
+        for target, one in both
+    ]

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from packaging.utils import canonicalize_version
 from packaging.version import InvalidVersion, Version
 
-from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Patch
+from vllm_omni_patch.telemetry import log_lines
 
 FORMAT = 1
 MATRIX = Path(__file__).with_name("matrix.json")
@@ -287,12 +287,12 @@ def load(path: str | Path = MATRIX) -> Table:
     try:
         table = read(path)
     except MatrixError as error:
-        ledger.logger("matrix").warning("%s Until then every release counts as unlisted.", error)
+        log_lines.logger("matrix").warning("%s Until then every release counts as unlisted.", error)
         return Table(error=str(error))
     try:
         return with_live(table, live_rows(LIVE))
     except MatrixError as error:
-        ledger.logger("matrix").warning("%s No row is shown as proved by a run.", error)
+        log_lines.logger("matrix").warning("%s No row is shown as proved by a run.", error)
         return table
 
 

@@ -14,8 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_omni_patch import ledger
-from vllm_omni_patch.telemetry import reading, states
+from vllm_omni_patch.telemetry import log_lines, reading, states
 from vllm_omni_patch.telemetry.number_file import Key, Kind
 from vllm_omni_patch.telemetry.reading import Process
 
@@ -56,7 +55,7 @@ class Collector:
             states.update()
             return iter(list(families(reading.all_processes())))
         except Exception as error:
-            ledger.logger("metrics").debug("could not read the numbers of all processes: %s", error)
+            log_lines.logger("metrics").debug("could not read the numbers of all processes: %s", error)
             return iter(())
 
 

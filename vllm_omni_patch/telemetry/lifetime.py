@@ -8,8 +8,7 @@ import logging
 import os
 import sys
 
-from vllm_omni_patch import ledger
-from vllm_omni_patch.telemetry import numbers, run_folder
+from vllm_omni_patch.telemetry import log_lines, numbers, run_folder
 
 _hooked = False  # multiprocessing calls us in forked children
 
@@ -19,7 +18,7 @@ def start() -> None:
     try:
         run_folder.start()
     except OSError as error:
-        ledger.say(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
+        log_lines.log(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
     atexit.register(_end)
     if run_folder.is_multiprocessing_child():
         _end_with_finalizers()
@@ -31,7 +30,7 @@ def _end() -> None:
         numbers.mine.end()
         run_folder.leave()
     except Exception as error:
-        ledger.logger("metrics").debug("the run folder was not cleared: %s", error)
+        log_lines.logger("metrics").debug("the run folder was not cleared: %s", error)
 
 
 def _end_with_finalizers() -> None:

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from vllm_omni_patch import flags, ledger
-from vllm_omni_patch.telemetry import run_folder
+from vllm_omni_patch import flags
+from vllm_omni_patch.telemetry import log_lines, processes, run_folder
 from vllm_omni_patch.telemetry.number_file import Key, Number, NumberFile
 
 INTERVAL_S = 0.5  # between two writes of the thread
@@ -165,9 +165,9 @@ class ProcessNumbers:
             self._due.wait()
             if self._failure and not self._warned:
                 self._warned = True
-                who = f"process {os.getpid()} ({ledger.role()})"
+                who = f"process {os.getpid()} ({processes.role()})"
                 text = f"{who} cannot write its numbers for /metrics: {self._failure}; trying again every {RETRY_S:g} s"
-                ledger.say(logging.WARNING, text, "metrics")
+                log_lines.log(logging.WARNING, text, "metrics")
             if self._failure:
                 time.sleep(RETRY_S)
             self._due.clear()

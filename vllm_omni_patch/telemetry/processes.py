@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the process that wrote a file runs. An id alone does not tell: the system reuses it."""
+"""What this process is, and whether the process that wrote a file runs.
+
+An id alone does not tell: the system reuses it.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 
 _mine: int | None = None
 
@@ -34,6 +38,31 @@ def is_alive(host: str, pid: int, began: int) -> bool | None:
         pass  # another user's
     state, now = _look(pid)
     return state not in ("Z", "X") and (not now or not began or began == now)
+
+
+def role() -> str:
+    """What this process is to vLLM, from its name and command: ``worker``, ``engine core``, ``api server``, ..."""
+    module = sys.modules.get("multiprocessing.process")
+    name = str(module.current_process().name) if module is not None else "MainProcess"
+    words = " ".join(sys.orig_argv)
+    for text, found in (("enginecore", "engine core"), ("worker", "worker"), ("apiserver", "api server")):
+        if text in name.lower():
+            return found
+    if "vllm.model_executor.models.registry" in words:
+        return "model inspection"
+    if "default_worker.py" in words:
+        return "ray worker"
+    if "api_server" in words or os.path.basename(sys.argv[0] if sys.argv else "") in ("vllm", "vllm-omni"):
+        return "api server"
+    return "main" if name == "MainProcess" else name
+
+
+def command() -> str:
+    """The command without its arguments: they may hold keys."""
+    words = list(sys.orig_argv)
+    if "-m" in words[:-1]:
+        return f"{words[0]} -m {words[words.index('-m') + 1]}"
+    return words[0] if "-c" in words or len(words) < 2 else f"{words[0]} {words[1]}"
 
 
 def _look(pid: int) -> tuple[str, int]:

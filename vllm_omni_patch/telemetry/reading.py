@@ -7,8 +7,7 @@ import os
 import platform
 from dataclasses import dataclass
 
-from vllm_omni_patch import ledger
-from vllm_omni_patch.telemetry import number_file, numbers, processes, run_folder
+from vllm_omni_patch.telemetry import log_lines, number_file, numbers, processes, run_folder
 from vllm_omni_patch.telemetry.number_file import Key, Number
 
 _seen: dict[str, dict[Key, Number]] = {}  # by file: its numbers as they were last read
@@ -47,7 +46,7 @@ def _read(path: str) -> dict[Key, Number]:
     try:
         now = number_file.read(path)
     except Exception as error:
-        ledger.logger("metrics").debug("could not read %s: %s", path, error)
+        log_lines.logger("metrics").debug("could not read %s: %s", path, error)
         now = {}
     for key, number in now.items():
         if number.kind == "counter" and key in before:

@@ -13,8 +13,8 @@ import platform
 import sys
 import tempfile
 
-from vllm_omni_patch import flags, ledger
-from vllm_omni_patch.telemetry import shared_folder
+from vllm_omni_patch import flags
+from vllm_omni_patch.telemetry import processes, shared_folder
 
 FOLDER = f"{shared_folder.PREFIX}run"  # start of the run folder's name; the host's name follows
 MEMORY = "/dev/shm"
@@ -113,7 +113,7 @@ def _is_of_another_server(folder: str) -> bool:
     """
     name = os.path.basename(folder.rstrip("/"))
     by_another = name.startswith(_own_start()) and not name.startswith(f"{_own_start()}{os.getpid()}-")
-    return by_another and ledger.role() == "api server" and not is_multiprocessing_child()
+    return by_another and processes.role() == "api server" and not is_multiprocessing_child()
 
 
 def _is_of_another_host(folder: str) -> bool:
