@@ -137,7 +137,7 @@ def metrics() -> str:
         ),
         *(
             (f"memory_model_local_kv_{part}_bytes", "gauge", "rank", f"KV budget: model-local KV, {text}.", worker)
-            for part, text in (("declared", "declared"), ("resident", "resident"), ("pending", "still to come"))
+            for part, text in (("declared", "declared"), ("resident", "resident"), ("pending", "pending"))
         ),
         ("memory_kv_cache_bytes", "gauge", "rank", "The KV budget that the worker returned.", worker),
         ("memory_kv_cache_blocks", "gauge", "rank", "KV cache blocks.", worker),

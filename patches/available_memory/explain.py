@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a worker and its budget to a :class:`~vllm_omni_patch.patches.available_memory.report.report.BudgetReport`.
+"""From a worker and its budget to a :class:`~.report.report.BudgetReport`.
 
 Reads worker attributes and memory counters only; every figure that cannot be read is an unknown input. Called after
 the number is settled.
@@ -16,6 +16,7 @@ from .gpu.nvml import Reading
 from .gpu.profiling import ProfileWatch, device_memory, is_unified
 from .report import report
 from .report.report import BudgetReport, Input, configured
+from .report.units import byte_count, gib
 
 
 def build(
@@ -83,7 +84,7 @@ def _policy(worker: Any, policy: str, explicit: bool) -> str:
 def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> None:
     snapshot, profile = getattr(worker, "init_snapshot", None), watch.profile
     total = _int(snapshot, "total_memory")
-    requested = report.byte_count(getattr(worker, "requested_memory", None))
+    requested = byte_count(getattr(worker, "requested_memory", None))
     loaded = _int(worker.model_runner, "model_memory_usage")
     made.inputs += [
         Input.measured(report.DEVICE_TOTAL, total, "init_snapshot, device query of torch"),
@@ -103,7 +104,9 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
         why = "no profiling on this path"
         made.inputs += [Input.unknown(name, why) for name in (report.ACTIVATION_PEAK, report.NON_TORCH)]
     else:
-        made.inputs.append(Input.measured(report.ACTIVATION_PEAK, profile.headroom, "torch's peak above what stays"))
+        made.inputs.append(
+            Input.measured(report.ACTIVATION_PEAK, profile.transient_peak, "torch's peak above what stays")
+        )
         if own is not None and reserved is not None and own >= reserved:
             made.inputs.append(Input.measured(report.NON_TORCH, own - reserved, "own process less torch reserved"))
         else:
@@ -117,8 +120,8 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
         made.inputs.append(Input.measured("torch_reserved", reserved, "torch, after profiling"))
     made.inputs.append(Input.measured(report.DEVICE_FREE, free, f"device query of torch, {when}"))
     made.inputs.append(_others(total, free, own))
-    setting = report.byte_count(getattr(worker.cache_config, "kv_cache_memory_bytes", None)) or None
-    available = setting or report.byte_count(getattr(worker, "available_kv_cache_memory_bytes", None))
+    setting = byte_count(getattr(worker.cache_config, "kv_cache_memory_bytes", None)) or None
+    available = setting or byte_count(getattr(worker, "available_kv_cache_memory_bytes", None))
     if (profile is not None or setting is not None) and available is not None and available > stock:
         made.inputs.append(
             Input.measured(report.MULTIMODAL_RESERVATION, available - stock, "mm_ipc_gpu_memory_gb, decoders")
@@ -164,7 +167,7 @@ def _process_formula(made: BudgetReport, watch: ProfileWatch, graphs: int) -> st
     if terms is None:
         return ""
     own = "own process" if terms.exact else "larger of vLLM's consumption and torch's reserved bytes"
-    return f"requested {report.gib(made.value(report.REQUESTED))} - ({own} + activation peak + graph estimate)"
+    return f"requested {gib(made.value(report.REQUESTED))} - ({own} + activation peak + graph estimate)"
 
 
 def _graphs(worker: Any, watch: ProfileWatch) -> Input:
@@ -180,7 +183,7 @@ def _gpu_notes(made: BudgetReport, worker: Any, watch: ProfileWatch) -> None:
     estimate = made.value(report.GRAPH_ESTIMATE)
     if watch.terms is None and isinstance(estimate, (int, float)) and estimate < 0:
         made.notes.append(
-            f"vLLM subtracted a negative graph estimate, which enlarged the budget by {report.gib(-estimate)}; "
+            f"vLLM subtracted a negative graph estimate, which enlarged the budget by {gib(-estimate)}; "
             "VLLM_OMNI_PATCH_GPU_BUDGET=process takes it as 0"
         )
     profile = watch.profile
@@ -191,7 +194,7 @@ def _gpu_notes(made: BudgetReport, worker: Any, watch: ProfileWatch) -> None:
 
 
 def _xpu(made: BudgetReport, worker: Any, stock: int) -> None:
-    """XPU through 0.15, whose worker has a formula of its own; later ones take the GPU worker's road."""
+    """XPU through 0.15, whose worker has a formula of its own; later ones are GPU workers."""
     free, total = _try(lambda: _torch("xpu").mem_get_info(worker.device)) or (None, None)
     utilization = made.value(report.UTILIZATION)
     requested = None if total is None or utilization is None else int(total * utilization)
@@ -234,4 +237,4 @@ def _int(owner: Any, name: str, negative: bool = False) -> int | None:
     value = getattr(owner, name, None)
     if negative and isinstance(value, (int, float)) and not isinstance(value, bool):
         return int(value)
-    return report.byte_count(value)
+    return byte_count(value)

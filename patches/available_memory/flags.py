@@ -142,15 +142,15 @@ GPU_BUDGET = Flag(
     "VLLM_OMNI_PATCH_GPU_BUDGET",
     "choice",
     "stock",
-    "stock: vLLM's own KV budget, untouched. process: requested memory less what this process itself holds, so that "
-    "neighbours on the same GPU do not count.",
+    "stock: vLLM's own KV budget, unchanged. process: only this process's memory is subtracted from the requested "
+    "memory; other processes on the same GPU are not counted.",
     choices=("stock", "process"),
 )
 RESERVE_MODEL_LOCAL_KV = Flag(
     "VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV",
     "bool",
     False,
-    "Subtract declared per-request model-local KV that profiling cannot have seen from the KV budget.",
+    "Subtract pending model-local KV, which profiling cannot see, from the KV budget.",
 )
 
 FLAGS = (*NEURON_FLAGS, GPU_BUDGET, RESERVE_MODEL_LOCAL_KV)

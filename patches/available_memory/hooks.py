@@ -20,7 +20,8 @@ from .cpu import weights
 from .flags import GPU_BUDGET, RESERVE_MODEL_LOCAL_KV
 from .gpu import budget
 from .gpu.profiling import ProfileWatch, is_unified, own_memory, read_device, torch_memory
-from .report import report
+from .report import output, report
+from .report.units import byte_count, gib
 
 logger = ledger.logger("memory")
 
@@ -93,9 +94,9 @@ def install_layout(hook: Hook) -> Undo:
             known = _reports.get(worker)
             if known is not None:
                 explain.add_blocks(known, args[0] if args else kwargs.get("kv_cache_config"))
-                report.emit(known, brief=True)
+                output.emit(known, brief=True)
         except Exception as error:
-            logger.warning("the block count could not be reported (%s: %s)", type(error).__name__, error)
+            logger.warning("The KV cache block count could not be reported (%s: %s).", type(error).__name__, error)
         return result
 
     return hook.wrap(initialize)
@@ -162,9 +163,9 @@ def finish(
         made = explain.build(worker, value, stock, policy, explicit, watch, _before)
         made.reserved_for_model_local_kv = reserved
         _reports[worker] = made
-        report.emit(made)
+        output.emit(made)
     except Exception as error:
-        logger.warning("the memory report failed (%s: %s); the budget is not affected", type(error).__name__, error)
+        output.warn_failed(error)
     return value
 
 
@@ -185,16 +186,16 @@ def process_budget(worker: Any, watch: ProfileWatch, stock: Any) -> int:
 
 
 def pending_reserve() -> int:
-    """Bytes of declared model-local KV still to come. Resident parts are never in it: they were measured already.
+    """Bytes of pending model-local KV. Resident parts are never in it: they were measured already.
 
     0 with one warning when the declaration does not say how much.
     """
     published = ledger.published(report.MODEL_LOCAL_KV)
     if published is None:
         return 0
-    pending = report.byte_count(published.get("pending_bytes")) if isinstance(published, dict) else None
+    pending = byte_count(published.get("pending_bytes")) if isinstance(published, dict) else None
     if pending is None:
-        logger.warning("How much model-local KV is still to come is not known; nothing is kept free for it.")
+        logger.warning("The amount of pending model-local KV is unknown; nothing is reserved for it.")
         return 0
     return pending
 
@@ -208,8 +209,8 @@ def less_reserve(value: Any, reserved: int) -> int:
     left = int(value) - reserved
     if left <= 0:
         raise RuntimeError(
-            f"No KV cache fits: the budget is {int(value)} bytes ({report.gib(value)}) and {reserved} bytes "
-            f"({report.gib(reserved)}) of model-local KV are still to come. Raise --gpu-memory-utilization, lower "
+            f"No KV cache fits: the budget is {int(value)} bytes ({gib(value)}) and {reserved} bytes "
+            f"({gib(reserved)}) of model-local KV are pending. To fix: raise --gpu-memory-utilization, lower "
             f"--max-num-seqs, or unset {RESERVE_MODEL_LOCAL_KV.name}."
         )
     return left
@@ -225,7 +226,7 @@ def _host_limit(worker: Any, watch: ProfileWatch) -> int | None:
     if watch.profile is None:
         return None
     available = int(psutil.virtual_memory().available)
-    return budget.unified_limit(available, watch.profile.total, watch.profile.headroom or 0)
+    return budget.unified_limit(available, watch.profile.total, watch.profile.transient_peak or 0)
 
 
 def _of(table: WeakKeyDictionary[Any, Any], worker: Any) -> Any:
@@ -237,7 +238,7 @@ def _of(table: WeakKeyDictionary[Any, Any], worker: Any) -> Any:
 
 def _take_baseline(worker: Any) -> None:
     try:
-        reading = read_device(worker.device)  # as it is: the judge compares later readings with it
+        reading = read_device(worker.device)  # not checked: later readings are compared with it
         reserved = torch_memory(worker.device).get("reserved")
         if reading.bytes and reserved is not None:
             _baselines[worker] = budget.Baseline(reading.bytes, reserved)

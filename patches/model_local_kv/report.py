@@ -25,9 +25,9 @@ HEADLINE = "Model-local KV (outside the paged manager)"
 
 _STATES = (
     ("charged", "already charged to the KV budget"),
-    ("uncharged", "in place and not charged"),
-    ("pending", "still to come while serving"),
-    ("unknown", "not known whether charged"),
+    ("uncharged", "allocated and not charged to the KV budget"),
+    ("pending", "pending, allocated while serving"),
+    ("unknown", "unknown whether charged"),
 )
 
 logger = ledger.logger("model_local_kv")

@@ -21,11 +21,12 @@ pytest.importorskip("vllm")
 # The device of numbers and the scripted NVML library serve the unit tests too.
 from support.gpu_card import GIB, Card, Lines, Runner, make_worker, stand_in
 from support.nvml_library import ALL_ONES, NvmlLibrary
-from vllm_omni_patch import ledger
+from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.loading.apply import install, remove
 from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
 from vllm_omni_patch.patches.available_memory.gpu import budget, profiling
-from vllm_omni_patch.patches.available_memory.report import picture, report
+from vllm_omni_patch.patches.available_memory.report import output, picture, report
+from vllm_omni_patch.patches.available_memory.report.report import BudgetReport
 from vllm_omni_patch.telemetry import numbers
 
 pytest_plugins = ["support.nvml_library"]
@@ -249,7 +250,7 @@ def test_a_miss_is_never_zero_bytes(card_of: Callable[..., Card], process: None,
     card.set_neighbour(STRANGER, gib(11))
     worker = make_worker(card, requested=gib(30), weights=gib(10), peak=gib(2), outside=gib(1))
     assert worker.determine_available_memory() == gib(17)
-    assert len([text for text in lines.warnings() if "own device memory is not known" in text]) == (how != "listed")
+    assert len([text for text in lines.warnings() if "device memory is unknown" in text]) == (how != "listed")
 
 
 def test_nvml_that_fails_is_a_miss(card_of: Callable[..., Card], process: None) -> None:
@@ -304,9 +305,9 @@ def test_no_report_believes_a_stranger(
     for name in ("own_process", "other_processes", "non_torch"):
         assert (found[name]["state"], found[name]["value"]) == ("unknown", None), name
     assert "another process" in found["own_process"]["source"]
-    gauges = {name for name, _ in report.metrics.values()}
+    gauges = {name for name, _ in metrics.values()}
     assert not gauges & {"memory_own_process_bytes", "memory_other_processes_bytes", "memory_non_torch_bytes"}
-    parts = dict(picture.bar(data).parts)
+    parts = dict(picture.bar(BudgetReport.from_json(data)).parts)
     assert "other processes" not in parts and "not claimed" not in parts and "not claimed, or not known" in parts
 
 
@@ -553,7 +554,7 @@ def test_reserve_with_an_unknown_amount_subtracts_nothing(
     card = card_of(48)
     worker = make_worker(card, requested=gib(30), weights=gib(10), peak=gib(2), outside=gib(1))
     assert worker.determine_available_memory() == gib(17)
-    assert any("is not known; nothing is kept free" in text for text in lines.warnings())
+    assert any("is unknown; nothing is reserved" in text for text in lines.warnings())
 
 
 def test_reserve_that_leaves_nothing_says_so(
@@ -677,7 +678,7 @@ def test_a_failing_report_changes_nothing(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("broken on purpose")
 
-    owner = {"build": explain, "emit": report, "write_report": ledger, "set_gauge": report.metrics}[broken]
+    owner = {"build": explain, "emit": output, "write_report": ledger, "set_gauge": metrics}[broken]
     monkeypatch.setenv("VLLM_OMNI_PATCH_GPU_BUDGET", policy)
     monkeypatch.setattr(owner, broken, fail)
     card = card_of(48)

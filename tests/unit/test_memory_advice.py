@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patches.available_memory.report import report
 from vllm_omni_patch.patches.available_memory.report.advice import utilization_for
+from vllm_omni_patch.patches.available_memory.report.output import complete
 from vllm_omni_patch.patches.available_memory.report.report import BudgetReport, Input
 
 GIB = 1 << 30
@@ -117,7 +118,7 @@ class World:
             report.MODEL_LOCAL_KV,
             {"declared_bytes": self.pending, "pending_bytes": self.pending, "uncharged_bytes": self.uncharged},
         )
-        report.complete(made)
+        complete(made)
         return made
 
     def fits(self, made: BudgetReport) -> bool:
@@ -131,7 +132,7 @@ class World:
 
 def pieces(line: str) -> list[str]:
     """The alternatives of one line of advice."""
-    said = line.split("What helps: ", 1)[1] if "What helps: " in line else line.split(": ", 1)[1]
+    said = line.split("To fix: ", 1)[1] if "To fix: " in line else line.split(": ", 1)[1]
     return said.removesuffix(".").split(", or ")
 
 
@@ -143,8 +144,8 @@ def applied(world: World, piece: str) -> World:
         (r"--kv-cache-memory-bytes (\d+)", lambda n: {"explicit": int(n)}),
         (r"--gpu-memory-utilization ([\d.]+)", lambda n: {"utilization": float(n)}),
         (r"free (\d+) more bytes \([^)]*\) for this worker", lambda n: {"others": others - int(n)}),
-        (r"lower --max-num-seqs until less than (\d+) bytes are still to come", lambda n: {"pending": int(n) - 1}),
-        (r"lower --max-num-seqs until at most (\d+) bytes are still to come", lambda n: {"pending": int(n)}),
+        (r"lower --max-num-seqs until less than (\d+) bytes are pending", lambda n: {"pending": int(n) - 1}),
+        (r"lower --max-num-seqs until at most (\d+) bytes are pending", lambda n: {"pending": int(n)}),
         (rf"({RESERVE})", lambda n: {"reserve": True}),
     ):
         found = re.search(pattern, rest)
@@ -176,7 +177,7 @@ def check(world: World) -> None:
         assert world.fits(made) or not world.reads_free, "something does not fit, and nothing is said"
         return
     for piece in pieces(made.advice[0]):
-        if "then ask again" in piece:
+        if "then restart" in piece:
             lacking = int(re.search(r"more than (\d+) bytes", piece)[1])  # type: ignore[index]
             assert world.free - world.to_come <= 0 and lacking == world.to_come - world.free
             continue
@@ -236,7 +237,7 @@ def test_without_free_memory_what_is_advised_still_gives_a_cache_within_the_shar
     except Refused:
         return
     for line in made.advice:
-        if "Free memory is not known" in line or "No setting" in line:
+        if "Free memory is unknown" in line or "No setting" in line:
             continue
         for piece in pieces(line):
             above = re.fullmatch(
@@ -269,17 +270,17 @@ def test_an_explicit_size_with_room_beside_it_needs_nothing() -> None:
 
 def test_a_share_that_is_too_small_is_raised() -> None:
     (line,) = advice(replace(SMALL, utilization=0.15, pending=2 * GIB))
-    assert line.startswith("No KV cache fits: it would have to leave room for 2.00 GiB of model-local KV still to come")
+    assert line.startswith("No KV cache fits: it would have to leave room for 2.00 GiB of pending model-local KV")
     assert f"--gpu-memory-utilization 1 with {RESERVE}" in line
     (line,) = advice(replace(SMALL, utilization=0.05))
-    assert line.startswith("No KV cache fits into the requested memory. What helps: --gpu-memory-utilization 1, or ")
+    assert line.startswith("No KV cache fits into the requested memory. To fix: --gpu-memory-utilization 1, or ")
 
 
 def test_room_for_what_is_to_come_within_the_share() -> None:
     world = replace(SMALL, pending=2 * GIB)
     kv = world.requested - 4 * GIB - GIB // 2
     assert advice(world) == [
-        f"To leave room for 2.00 GiB of model-local KV still to come: --kv-cache-memory-bytes {kv}, or {RESERVE}."
+        f"To leave room for 2.00 GiB of pending model-local KV: --kv-cache-memory-bytes {kv}, or {RESERVE}."
     ]
     assert advice(replace(world, reserve=True)) == []
 
@@ -311,7 +312,7 @@ def publish(pending: int | None, uncharged: int = 0) -> None:
 
 
 def completed(made: BudgetReport) -> list[str]:
-    report.complete(made)
+    complete(made)
     return made.advice
 
 
@@ -324,15 +325,15 @@ def test_nothing_to_set_when_nothing_is_to_come() -> None:
 def test_an_unknown_amount_gives_no_setting() -> None:
     publish(None)
     assert completed(report_with()) == [
-        "How much model-local KV is still to come is not known; no setting can be computed for it."
+        "The amount of pending model-local KV is unknown, so no setting can be computed for it."
     ]
 
 
 def test_unknown_free_memory_beside_a_given_size_is_said() -> None:
     publish(2 * GIB)
     assert completed(report_with(size_given=True, linear_in_requested=False)) == [
-        "Free memory is not known, so neither is whether 2.00 GiB of model-local KV still to come fits beside the KV "
-        "size that was set."
+        "Free memory is unknown, so 2.00 GiB of pending model-local KV may not fit beside the KV cache size that was "
+        "set."
     ]
 
 
@@ -340,7 +341,8 @@ def test_bytes_in_place_that_the_budget_does_not_count() -> None:
     """Reserved blocks of a graph pool are in none of the terms through vLLM 0.26; own memory contains them."""
     publish(0, uncharged=GIB)
     assert completed(report_with()) == [
-        f"To leave room for 1.00 GiB in place that this budget does not count: --kv-cache-memory-bytes {16 * GIB}."
+        "To leave room for 1.00 GiB already allocated that this budget does not count: --kv-cache-memory-bytes "
+        f"{16 * GIB}."
     ]
     assert completed(report_with(counts_own_process=True)) == []
 

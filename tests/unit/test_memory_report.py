@@ -9,15 +9,16 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patches.available_memory.cli import app
-from vllm_omni_patch.patches.available_memory.report import picture, report
-from vllm_omni_patch.patches.available_memory.report.report import BudgetReport, Input, emit
+from vllm_omni_patch.patches.available_memory.report import output, picture, report
+from vllm_omni_patch.patches.available_memory.report.output import complete, emit
+from vllm_omni_patch.patches.available_memory.report.report import BudgetReport, Input
+from vllm_omni_patch.patches.available_memory.report.text import as_text
 from vllm_omni_patch.telemetry import numbers
 
 GIB = 1 << 30
@@ -90,13 +91,13 @@ def test_the_table(folder: Path) -> None:
     budget = made()
     budget.notes.append("a note")
     emit(budget)
-    text = report.as_text(report.to_dict(budget))
+    text = as_text(budget)
     for line in (
         "KV cache budget of Worker (cuda:0, rank 0, pid",
         "48.00 GiB  measured: torch",
         "0.625  configured: gpu_memory_utilization",
         "unknown  unknown: not measured by this worker",
-        "model_local_kv still to come",
+        "model_local_kv pending",
         "17.00 GiB  18253611008 bytes, policy stock",
         "note: a note",
     ):
@@ -129,16 +130,16 @@ def test_gauges_are_known_bytes_only() -> None:
     assert all(name.endswith("_bytes") for name in values)
 
 
-@pytest.mark.parametrize("broken", ["as_text", "complete", "to_dict", "_set_gauges"])
+@pytest.mark.parametrize("broken", ["as_text", "complete", "_set_gauges"])
 def test_emit_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str) -> None:
     def fail(*args: Any) -> None:
         raise KeyError("broken on purpose")
 
-    monkeypatch.setattr(report, broken, fail)
+    monkeypatch.setattr(output, broken, fail)
     logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.WARNING):
         assert emit(made()) is None
-    assert "the budget is not affected" in caplog.text
+    assert "The budget is not affected" in caplog.text
 
 
 def test_emit_survives_a_broken_logger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ def test_emit_survives_a_broken_logger(monkeypatch: pytest.MonkeyPatch) -> None:
 
         warning = info
 
-    monkeypatch.setattr(report, "logger", Broken())
+    monkeypatch.setattr(output, "logger", Broken())
     assert emit(made()) is None
 
 
@@ -166,11 +167,11 @@ def reports(folder: Path) -> Path:
     for pid, rank in ((11, 0), (12, 1)):
         publish(2 * GIB, resident=GIB)
         budget = made()
-        budget.rank = rank
+        budget.rank, budget.pid = rank, pid
         budget.inputs.append(Input.measured(report.OWN_PROCESS, 13 * GIB, "NVML"))
         budget.inputs.append(Input.measured(report.OTHER_PROCESSES, 5 * GIB, "NVML"))
-        report.complete(budget)
-        (folder / f"memory-{pid}.json").write_text(json.dumps({**report.to_dict(budget), "pid": pid}))
+        complete(budget)
+        (folder / f"memory-{pid}.json").write_text(json.dumps(budget.to_json()))
     (folder / "model-local-kv-11.json").write_text(
         json.dumps(
             {
@@ -221,19 +222,6 @@ def test_memory_json(reports: Path) -> None:
     assert json.loads(run("--json", str(reports)).stdout) == data
 
 
-def test_memory_html_stands_alone(reports: Path, tmp_path: Path) -> None:
-    result = run(str(reports), "--html", str(tmp_path / "budget.html"))
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / "budget.html").read_text()
-    for part in ("http:", "https:", "<script", "<link", "src=", "url("):
-        assert part not in page
-    assert "&lt;Codec&gt;" in page and "<Codec>" not in page
-    drawing = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
-    bars = [item for item in drawing.iter("rect") if item.get("height") == "28"]
-    assert len(bars) == 2 * 8
-    assert sum(float(item.get("width", 0)) for item in bars[:8]) == pytest.approx(980, abs=0.1)
-
-
 def test_memory_png(reports: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = run(str(reports), "--png", str(tmp_path / "budget.png"))
@@ -261,8 +249,21 @@ def test_memory_without_a_folder_prints_its_help() -> None:
     assert "REPORT_DIR" in result.output and "--json" in result.output
 
 
-def test_the_bar_adds_up(reports: Path) -> None:
-    each = picture.bar(picture.load(reports)[0])
+def test_what_is_written_is_read_back_whole(folder: Path) -> None:
+    publish(2 * GIB, resident=GIB)
+    budget = made()
+    path = emit(budget)
+    assert path is not None
+    assert BudgetReport.from_json(json.loads(Path(path).read_text())) == budget
+
+
+def test_the_bar_adds_up() -> None:
+    publish(2 * GIB, resident=GIB)
+    budget = made()
+    budget.inputs.append(Input.measured(report.OWN_PROCESS, 13 * GIB, "NVML"))
+    budget.inputs.append(Input.measured(report.OTHER_PROCESSES, 5 * GIB, "NVML"))
+    complete(budget)
+    each = picture.bar(budget)
     parts = dict(each.parts)
     assert parts == {
         "other processes": 5 * GIB,
@@ -271,24 +272,39 @@ def test_the_bar_adds_up(reports: Path) -> None:
         "other memory of this process": 2 * GIB,
         "activation peak": 2 * GIB,
         "KV cache": 17 * GIB,
-        "model-local KV, still to come": 2 * GIB,
+        "model-local KV, pending": 2 * GIB,
         "not claimed": 9 * GIB,
     }
     assert each.height == each.total
 
 
-def test_a_bar_beyond_the_device_is_marked() -> None:
+def test_a_plan_beyond_the_device_is_drawn_beyond_it() -> None:
     budget = made(kv=40 * GIB)
-    report.complete(budget)
-    data = report.to_dict(budget)
-    each = picture.bar(data)
+    complete(budget)
+    each = picture.bar(budget)
     assert each.total is not None and each.height > each.total
-    assert "the device ends here" in picture.html_page([data], [])
 
 
-def test_a_report_of_another_shape_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
-    (tmp_path / "memory-7.json").write_text(json.dumps({"schema": 9, "pid": 7, "inputs": []}))
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": 9}, "schema 9"),
+        ({"schema": None}, "schema None"),
+        ({"inputs": [{"name": "weights"}]}, "not a memory report"),
+        ({"kv_bytes": "much"}, "not a memory report (kv_bytes is 'much')"),
+    ],
+)
+def test_a_file_that_is_no_report_is_named_and_the_others_are_shown(
+    reports: Path, change: dict[str, Any], reason: str
+) -> None:
+    data = json.loads((reports / "memory-11.json").read_text())
+    (reports / "memory-7.json").write_text(json.dumps({**data, **change}))
+    result = run(str(reports))
+    assert result.exit_code == 0
+    assert f"memory-7.json is left out: {reason}" in result.output
+    assert result.output.count("KV cache budget of Worker") == 2
+
+
+def test_only_foreign_files_are_no_report(tmp_path: Path) -> None:
     (tmp_path / "memory-8.json").write_text("[]")
-    result = run(str(tmp_path), "--html", str(tmp_path / "page.html"))
-    assert result.exit_code == 0, result.output
-    assert "pid 7" in result.output
+    assert run(str(tmp_path)).exit_code == 1

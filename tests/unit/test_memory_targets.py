@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The targets of the GPU, CPU and XPU workers: applied, refused, twice, off, unknown release, drifted."""
+"""What the GPU target relies on, and the reports of CPU and XPU workers."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,18 +17,14 @@ import pytest
 
 from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.code.contract import check_live, check_source
-from vllm_omni_patch.loading.apply import Refused, install, remove
-from vllm_omni_patch.matrix import judge
+from vllm_omni_patch.loading.apply import install, remove
 from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
 from vllm_omni_patch.patches.available_memory.cpu import explain_cpu
-from vllm_omni_patch.patches.available_memory.host import Bound, HostMemory, host_memory
 from vllm_omni_patch.patches.available_memory.report import report
 from vllm_omni_patch.telemetry import numbers
 
 TARGETS = {target.name: target for target in PATCH.targets}
 GPU = TARGETS["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"]
-OMNI = TARGETS["vllm_omni.worker.base:OmniGPUWorkerBase.determine_available_memory"]
-CPU = TARGETS["vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory"]
 GIB = 1 << 30
 
 SOURCE = """
@@ -71,29 +69,6 @@ def test_a_drifted_worker_is_refused(old: str, new: str, missing: str) -> None:
     assert found and missing in " ".join(found)
 
 
-@pytest.mark.parametrize("target", [GPU, OMNI, CPU], ids=lambda target: target.module)
-@pytest.mark.parametrize("release", ["99.0.0", "dev", None])
-def test_an_unknown_release_of_unknown_code_is_skipped(
-    target: Any, release: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("VLLM_OMNI_PATCH_UNLISTED", raising=False)
-    name = target.qualname.split(".")[0]
-    module = module_of(tmp_path, SOURCE.replace("class Worker", f"class {name}"))
-    decision = judge.decide(PATCH, target, release, module)
-    assert decision.verdict == "unlisted" and not decision.apply, decision
-
-
-def test_applied_twice_is_refused_and_removed_without_trace(tmp_path: Path) -> None:
-    module = module_of(tmp_path)
-    original = module.Worker.determine_available_memory
-    done = install(PATCH, GPU, module, lambda: None)
-    assert module.Worker.determine_available_memory is not original
-    with pytest.raises(Refused, match="already holds"):
-        install(PATCH, GPU, module, lambda: None)
-    assert remove(done) == ""
-    assert module.Worker.determine_available_memory is original
-
-
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("VLLM_OMNI_PATCH_GPU_BUDGET", "VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV", "VLLM_OMNI_PATCH_REPORT_DIR"):
@@ -104,20 +79,46 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def emitted(monkeypatch: pytest.MonkeyPatch) -> list[report.BudgetReport]:
-    found: list[report.BudgetReport] = []
-    emit = report.emit
+def reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "reports"
+    folder.mkdir()
+    monkeypatch.setenv("VLLM_OMNI_PATCH_REPORT_DIR", str(folder))
+    return folder
 
-    def noting(made: report.BudgetReport, brief: bool = False) -> Any:
-        found.append(made)
-        return emit(made, brief)
 
-    monkeypatch.setattr(report, "emit", noting)
-    return found
+def written(reports: Path) -> report.BudgetReport:
+    (path,) = reports.glob("memory-*.json")
+    return report.BudgetReport.from_json(json.loads(path.read_text()))
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A host whose memory node has ``total`` and ``free`` GiB, in a container with a limit of 15 GiB and 10 in use."""
+
+    def make(total: int, free: int, unreadable: str = "", container: bool = True) -> None:
+        files = {"proc/meminfo": f"MemAvailable: {600 * GIB // 1024} kB"}
+        if container:
+            files |= {
+                "proc/self/cgroup": "0::/pod",
+                "sys/fs/cgroup/pod/memory.max": str(15 * GIB),
+                "sys/fs/cgroup/pod/memory.current": str(10 * GIB),
+                "sys/fs/cgroup/pod/memory.stat": "inactive_file 0",
+            }
+        for name, text in files.items():
+            path = tmp_path / "host" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.name == unreadable:
+                path.mkdir()  # a folder in its place cannot be read by anybody, root included
+            else:
+                path.write_text(f"{text}\n")
+        monkeypatch.setattr(explain_cpu, "HOST_ROOT", str(tmp_path / "host"))
+        monkeypatch.setattr(explain_cpu, "node_memory", lambda: (total * GIB, free * GIB, "memory node 0"))
+
+    return make
 
 
 def test_a_subclass_that_inherits_the_wrapped_method_reports_once(
-    tmp_path: Path, emitted: list[report.BudgetReport]
+    tmp_path: Path, reports: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """XPUWorker of 0.16 and later; another package may wrap it there again."""
     module = module_of(tmp_path)
@@ -130,8 +131,11 @@ def test_a_subclass_that_inherits_the_wrapped_method_reports_once(
     worker = module.Sub()
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
     worker.model_runner = SimpleNamespace()
-    assert worker.determine_available_memory() == 5
-    assert len(emitted) == 1
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO):
+        assert worker.determine_available_memory() == 5
+    assert caplog.text.count("KV cache budget of Sub") == 1
+    assert written(reports).kv_bytes == 5
     remove(done)
 
 
@@ -162,49 +166,44 @@ def inputs(made: report.BudgetReport) -> dict[str, report.Input]:
     return {item.name: item for item in made.inputs}
 
 
-def test_cpu_through_0_19(emitted: list[report.BudgetReport]) -> None:
+def test_cpu_through_0_19(reports: Path) -> None:
     worker = as_worker(cpu_worker(cache={"cpu_kvcache_space_bytes": 4 * GIB}))
     assert hooks.run_report(lambda: 4 * GIB, worker, (), {}) == 4 * GIB
-    made = emitted[0]
+    made = written(reports)
     assert made.policy == "stock" and made.kv_setting == "VLLM_CPU_KVCACHE_SPACE"
     assert inputs(made)["cpu_kvcache_space"].value == 4 * GIB
     assert inputs(made)["requested"].state == "unknown"
     assert not made.linear_in_requested
 
 
-def test_cpu_from_0_20(emitted: list[report.BudgetReport]) -> None:
+def test_cpu_from_0_20(reports: Path) -> None:
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB))
     assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB
-    found = inputs(emitted[0])
+    found = inputs(written(reports))
     assert found["own_process"].value == 3 * GIB
     assert found["requested"].value == 10 * GIB
     assert found["weights"].state == "unknown"
     assert found["graph_estimate"].state == "zero"
-    assert emitted[0].linear_in_requested
+    assert written(reports).linear_in_requested
 
 
-def test_cpu_with_a_size_given(emitted: list[report.BudgetReport]) -> None:
+def test_cpu_with_a_size_given(reports: Path) -> None:
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB, cache={"kv_cache_memory_bytes": GIB}))
     assert hooks.run_report(lambda: GIB, worker, (), {}) == GIB
-    made = emitted[0]
+    made = written(reports)
     assert made.policy == "explicit kv_cache_memory_bytes"
     assert inputs(made)["own_process"].value != 9 * GIB
 
 
-def test_cpu_in_a_container(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
+def test_cpu_in_a_container(host: Callable[..., None], reports: Path) -> None:
     """vllm pull 45086: the number stays vLLM's, and the report says that the container leaves less than it."""
-    bounds = [
-        Bound("MemAvailable of /proc/meminfo", None, None, 600 * GIB, "measured"),
-        Bound("memory.max of /sys/fs/cgroup/pod", 15 * GIB, 10 * GIB, 5 * GIB, "measured"),
-    ]
-    monkeypatch.setattr(explain_cpu, "host_memory", lambda: HostMemory(5 * GIB, bounds[1].source, bounds))
-    monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
+    host(692, 600)
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB))
     assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB
-    made = emitted[0]
+    made = written(reports)
     assert inputs(made)["container_limit"].value == 15 * GIB
     assert inputs(made)["device_free"].value == 5 * GIB
-    assert made.notes == ["memory.max of /sys/fs/cgroup/pod leaves 5.00 GiB, less than this KV cache"]
+    assert made.notes == ["cgroup v2 /sys/fs/cgroup/pod/memory.max leaves 5.00 GiB, less than this KV cache"]
     assert made.advice[0].startswith(
         "To fit into what is free (5.00 GiB are free, 0.00 MiB of that for peak and graphs)"
     )
@@ -221,31 +220,17 @@ UNREADABLE = {
 @pytest.mark.parametrize("what", UNREADABLE)
 @pytest.mark.parametrize("workers", [1, 4])
 def test_cpu_in_a_container_whose_files_cannot_be_read(
-    what: str, workers: int, monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport], tmp_path: Path
+    what: str, workers: int, monkeypatch: pytest.MonkeyPatch, host: Callable[..., None], reports: Path
 ) -> None:
     """What the container leaves is then unknown, whatever the node says; no advice and no gauge is made from it, and
     what is certain to be too much for all workers together is said."""
     file, note = UNREADABLE[what]
-    for path, text in (
-        ("proc/meminfo", f"MemAvailable: {600 * GIB // 1024} kB"),
-        ("proc/self/cgroup", "0::/pod"),
-        ("sys/fs/cgroup/pod/memory.max", str(15 * GIB)),
-        ("sys/fs/cgroup/pod/memory.current", str(10 * GIB)),
-        ("sys/fs/cgroup/pod/memory.stat", "inactive_file 0"),
-    ):
-        target = tmp_path / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.name == file:
-            target.mkdir()  # a folder in its place cannot be read by anybody, root included
-        else:
-            target.write_text(f"{text}\n")
-    monkeypatch.setattr(explain_cpu, "host_memory", lambda: host_memory(tmp_path))
-    monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (692 * GIB, 600 * GIB, "memory node 0"))
+    host(692, 600, unreadable=file)
     monkeypatch.setattr(numbers, "mine", numbers.ProcessNumbers())
     parallel = SimpleNamespace(local_world_size=workers, data_parallel_size_local=1)
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB, parallel_config=parallel))
     assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 7 * GIB
-    made = emitted[0]
+    made = written(reports)
     assert inputs(made)["device_free"].state == "unknown"
     assert "cannot be read" in inputs(made)["device_free"].source
     assert any(note in each for each in made.notes)
@@ -262,29 +247,26 @@ def test_cpu_in_a_container_whose_files_cannot_be_read(
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_what_workers_are_told_fits_all_of_them(
-    workers: int, monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]
-) -> None:
-    monkeypatch.setattr(explain_cpu, "host_memory", lambda: HostMemory(600 * GIB, "MemAvailable", []))
-    monkeypatch.setattr(explain_cpu, "_node_memory", lambda: (20 * GIB, 10 * GIB, "memory node 0"))
+def test_what_workers_are_told_fits_all_of_them(workers: int, host: Callable[..., None], reports: Path) -> None:
+    host(20, 10, container=False)
     parallel = SimpleNamespace(local_world_size=workers, data_parallel_size_local=1)
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB, parallel_config=parallel))
     hooks.run_report(lambda: 7 * GIB, worker, (), {})
-    made = emitted[0]
+    made = written(reports)
     found = re.search(r"--kv-cache-memory-bytes (\d+)", made.advice[0])
     assert found is not None and 0 < int(found[1]) * workers <= 10 * GIB
     assert inputs(made)["free_for_this_worker"].value == 10 * GIB // workers
 
 
-def test_cpu_reserve(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
+def test_cpu_reserve(monkeypatch: pytest.MonkeyPatch, reports: Path) -> None:
     monkeypatch.setenv("VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV", "1")
     ledger.publish(report.MODEL_LOCAL_KV, {"declared_bytes": 3 * GIB, "resident_bytes": GIB, "pending_bytes": 2 * GIB})
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB))
     assert hooks.run_report(lambda: 7 * GIB, worker, (), {}) == 5 * GIB
-    assert inputs(emitted[0])["own_process"].value == 3 * GIB
+    assert inputs(written(reports))["own_process"].value == 3 * GIB
 
 
-def test_xpu_through_0_15(monkeypatch: pytest.MonkeyPatch, emitted: list[report.BudgetReport]) -> None:
+def test_xpu_through_0_15(monkeypatch: pytest.MonkeyPatch, reports: Path) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device=None: (20 * GIB, 48 * GIB))
     stats = {"allocated_bytes.all.peak": 12 * GIB, "allocated_bytes.all.current": 10 * GIB}
@@ -293,7 +275,7 @@ def test_xpu_through_0_15(monkeypatch: pytest.MonkeyPatch, emitted: list[report.
     worker.device = SimpleNamespace(type="xpu", index=0)
     worker.model_runner = SimpleNamespace(model_memory_usage=10 * GIB)
     assert hooks.run_report(lambda: 11 * GIB, worker, (), {}) == 11 * GIB
-    made = emitted[0]
+    made = written(reports)
     found = inputs(made)
     assert made.platform == "xpu"
     assert found["requested"].value == 24 * GIB
@@ -302,7 +284,7 @@ def test_xpu_through_0_15(monkeypatch: pytest.MonkeyPatch, emitted: list[report.
     assert found["other_processes"].state == "unknown"
 
 
-def test_a_report_without_any_attribute_is_a_log_line(emitted: list[report.BudgetReport]) -> None:
+def test_a_report_without_any_attribute_is_a_log_line(reports: Path) -> None:
     """A worker of another make: nothing can be read, and the number is still the worker's."""
     worker = as_worker(SimpleNamespace(cache_config=SimpleNamespace()))
     assert hooks.run_report(lambda: 7, worker, (), {}) == 7
@@ -319,14 +301,15 @@ def test_the_workers_own_error_passes(error: BaseException) -> None:
     assert hooks._inside.worker is None
 
 
-def test_blocks_come_from_the_layout(emitted: list[report.BudgetReport]) -> None:
+def test_blocks_come_from_the_layout(reports: Path) -> None:
     worker = as_worker(cpu_worker(requested_cpu_memory=10 * GIB))
     hooks.run_report(lambda: 7 * GIB, worker, (), {})
     layout = SimpleNamespace(
         num_blocks=448, kv_cache_tensors=[SimpleNamespace(size=448 * (8 << 20)), SimpleNamespace(size=448 * (8 << 20))]
     )
-    explain.add_blocks(emitted[0], layout)
-    assert (emitted[0].blocks, emitted[0].block_bytes) == (448, 16 << 20)
+    made = written(reports)
+    explain.add_blocks(made, layout)
+    assert (made.blocks, made.block_bytes) == (448, 16 << 20)
 
 
 @pytest.mark.parametrize("layout", [None, SimpleNamespace(num_blocks=3), "nonsense"])
@@ -354,26 +337,3 @@ def test_declaring_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_own_memory_has_one_judge() -> None:
-    """NVML's row reaches nobody but through ``own_memory``; the baseline is what the judge compares it with."""
-    import ast
-
-    folder = Path(explain.__file__).parent
-    users = set()
-    for path in folder.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                called = {
-                    getattr(node.func, "id", getattr(node.func, "attr", ""))
-                    for node in ast.walk(function)
-                    if isinstance(node, ast.Call)
-                }
-                users |= {(path.name, function.name, name) for name in called & {"read_own", "read_device", "trust"}}
-    assert users == {
-        ("profiling.py", "read_device", "read_own"),
-        ("profiling.py", "own_memory", "read_device"),
-        ("profiling.py", "own_memory", "trust"),
-        ("hooks.py", "_take_baseline", "read_device"),
-    }

@@ -96,14 +96,14 @@ def test_the_block_has_the_shape_of_upstreams(lines: Any) -> None:
         "  decoder.codec_decoder_request: 1136.00 MiB (256 rows from max_num_seqs x 4.44 MiB/row, scope=request, "
         "1136 positions from test; pending: "
     )
-    assert text[2] == "  still to come while serving: 1136.00 MiB"
+    assert text[2] == "  pending, allocated while serving: 1136.00 MiB"
 
 
 def test_charged_and_not_charged_are_separate_lines(lines: Any) -> None:
     one = load(pool(), spec("request", 704 / 1024), max_num_seqs=64)
     report.log(one)
     assert "  already charged to the KV budget: 473.69 MiB" in lines()
-    assert "  still to come while serving: 44.00 MiB" in lines()
+    assert "  pending, allocated while serving: 44.00 MiB" in lines()
     assert any("fixed(689; sum of the captured buckets)" in text for text in lines())
     figures = report.figures([one])
     assert figures["resident_bytes"] == 689 * 704 * 1024
@@ -159,7 +159,7 @@ def test_two_stages_in_one_process_are_summed_and_stay_apart() -> None:
 
 def test_small_share_against_large_declaration_is_readable(lines: Any) -> None:
     report.log(load(spec("side_path", 96), max_num_seqs=32))
-    assert "  still to come while serving: 3072.00 MiB" in lines()
+    assert "  pending, allocated while serving: 3072.00 MiB" in lines()
     assert "32 rows from max_num_seqs x 96.00 MiB/row" in lines()[1]
 
 

@@ -27,7 +27,7 @@ from vllm_omni_patch.patches.available_memory import PATCH
 from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS
 from vllm_omni_patch.patches.available_memory.neuron import hooks, releases
 from vllm_omni_patch.patches.available_memory.neuron.kv_budget import GIB
-from vllm_omni_patch.patches.available_memory.report import report
+from vllm_omni_patch.patches.available_memory.report import output
 
 OLD, NEW = (target for target in PATCH.targets if target.distribution == "vllm-neuron")
 LAYOUTS = [neuron_plugin.FREE_OR_20_GIB, neuron_plugin.TWO_BRANCHES]
@@ -357,7 +357,7 @@ def test_an_unexpected_worker_gets_a_clear_error_not_a_guess(tmp_path: Path, dev
 
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=("0.2-0.4", "0.5"))
-@pytest.mark.parametrize("broken", ["emit", "BudgetReport"])
+@pytest.mark.parametrize("broken", ["emit", "complete"])
 def test_a_failing_report_does_not_change_the_number(
     tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch, source: str, broken: str
 ) -> None:
@@ -365,7 +365,7 @@ def test_a_failing_report_does_not_change_the_number(
         raise ZeroDivisionError("the report is broken")
 
     module = hooked(tmp_path, source)
-    monkeypatch.setattr(report, broken, fail)
+    monkeypatch.setattr(output, broken, fail)
     assert worker_of(module).determine_available_memory() == 6_957_847_019
 
 

@@ -10,14 +10,18 @@ from typing import Any
 from ..host import host_memory
 from ..report import report
 from ..report.report import BudgetReport, Input, configured
+from ..report.units import byte_count, gib
 from . import weights
+
+HOST_ROOT = "/"
+"""Where the files of the host's memory are read."""
 
 
 def fill(made: BudgetReport, worker: Any, stock: int, explicit: bool, before: weights.Before | None) -> None:
     """Add a CPU worker's inputs to ``made``. ``before``: the weights' sizes before packing, where they were counted."""
-    total, available, where = _node_memory()
-    requested = report.byte_count(getattr(worker, "requested_cpu_memory", None))
-    space = report.byte_count(getattr(worker.cache_config, "cpu_kvcache_space_bytes", None))
+    total, available, where = node_memory()
+    requested = byte_count(getattr(worker, "requested_cpu_memory", None))
+    space = byte_count(getattr(worker.cache_config, "cpu_kvcache_space_bytes", None))
     made.inputs.append(Input.measured(report.DEVICE_TOTAL, total, where))
     if requested is not None and not explicit:
         # vLLM 0.20 and later: requested_cpu_memory less the resident memory of this process.
@@ -83,8 +87,8 @@ def _workers(worker: Any) -> tuple[int, int]:
     vLLM spreads the workers of a host evenly over its memory nodes.
     """
     parallel = getattr(worker, "parallel_config", None)
-    local = report.byte_count(getattr(parallel, "local_world_size", None) or getattr(parallel, "world_size", None)) or 1
-    local *= report.byte_count(getattr(parallel, "data_parallel_size_local", None)) or 1
+    local = byte_count(getattr(parallel, "local_world_size", None) or getattr(parallel, "world_size", None)) or 1
+    local *= byte_count(getattr(parallel, "data_parallel_size_local", None)) or 1
     try:
         from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
@@ -103,7 +107,7 @@ def _container(made: BudgetReport, worker: Any, available: int | None, where: st
     share = None if available is None else available // on_node
     notes: list[str] = []
     try:
-        host = host_memory()
+        host = host_memory(HOST_ROOT)
     except Exception as error:
         if sys.platform == "linux":  # elsewhere there are no cgroups
             notes = [str(error)]
@@ -119,10 +123,10 @@ def _container(made: BudgetReport, worker: Any, available: int | None, where: st
             share = part if share is None else min(part, share)
     if share is not None and made.kv_bytes > share:
         each = "" if workers == 1 else f" to each of {workers} workers"
-        made.notes.append(f"{where} leaves {report.gib(share)}{each}, less than this KV cache")
+        made.notes.append(f"{where} leaves {gib(share)}{each}, less than this KV cache")
     made.notes += notes
     if notes:
-        most = "" if available is None else f"; at most {report.gib(available)} ({where})"
+        most = "" if available is None else f"; at most {gib(available)} ({where})"
         made.inputs.append(Input.unknown(report.DEVICE_FREE, f"the container's memory cannot be read{most}"))
     else:
         made.inputs.append(Input.measured(report.DEVICE_FREE, available, where))
@@ -131,7 +135,7 @@ def _container(made: BudgetReport, worker: Any, available: int | None, where: st
         made.inputs.append(Input.measured(report.FREE_SHARE, None if notes else share, text))
 
 
-def _node_memory() -> tuple[int | None, int | None, str]:
+def node_memory() -> tuple[int | None, int | None, str]:
     """Total and available bytes of this process's memory node, as vLLM's CPU worker reads them, else of the host."""
     try:
         from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info

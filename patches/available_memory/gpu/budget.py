@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of the ``process`` budget of a GPU worker, in bytes. Touches neither torch nor vLLM.
 
-``requested - (own bytes + transient peak headroom + graph estimate)``: own bytes are what this process holds after
-profiling with torch's cache emptied, the headroom is torch's peak above what stays allocated. vLLM 0.27 and later
+``requested - (own bytes + transient peak + graph estimate)``: own bytes are what this process holds after
+profiling with torch's cache emptied, the transient peak is torch's peak above what stays allocated. vLLM 0.27 and later
 (vllm/v1/worker/gpu_worker.py) compute the same from the free memory of the whole device, into which every neighbour
 counts; releases before that from weights, torch's peak and non-torch memory, of which the last is device-wide too.
 """
@@ -12,11 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..report.report import gib
+from ..report.units import GIB, MIB, gib, largest_utilization
 from .nvml import Reading
 
-MIB = 1 << 20
-GIB = 1 << 30
 # NVML counts the CUDA context too, so its figure is never below what torch reserved; the slack is for rounding and
 # for a segment that is freed between the two reads.
 BELOW_TORCH_SLACK = 64 * MIB
@@ -50,7 +48,7 @@ class Profile:
     total_consumed: int | None = None
 
     @property
-    def headroom(self) -> int | None:
+    def transient_peak(self) -> int | None:
         """Transient peak: torch's peak less what stays allocated; ``None`` when torch's figure is missing."""
         return None if self.torch_allocated is None else max(self.torch_peak - self.torch_allocated, 0)
 
@@ -189,32 +187,22 @@ def budget(requested: float, non_kv: int, graph_estimate: int = 0, host_limit: i
     return max(min(result, int(requested)), 0)
 
 
-def unified_limit(host_available: int, total: int, headroom: int) -> int:
+def unified_limit(host_available: int, total: int, transient_peak: int) -> int:
     """Upper bound of KV where host and device share memory: available now, less the transient peak and a reserve."""
-    return max(min(host_available, total) - max(headroom, 0) - UNIFIED_RESERVE, 0)
+    return max(min(host_available, total) - max(transient_peak, 0) - UNIFIED_RESERVE, 0)
 
 
 def refusal(device: str, total: int, free: int, wanted: float, own: int | None, unified: bool) -> str:
     """Why a worker cannot start: free, wanted and the neighbours' share of the device, all in bytes."""
-    others = None if own is None else max(total - free - own, 0)
-    share = f"; other processes hold {gib(others)}, this one {gib(own)}" if others is not None else ""
+    fits = largest_utilization(total, free)
+    lower = "" if fits is None else f"lower --gpu-memory-utilization to at most {fits:g}, or "
     if unified:
         return (
             f"{device} uses unified memory, shared with the host: {wanted / GIB:.2f} GiB wanted, {free / GIB:.2f} GiB "
-            f"available of {total / GIB:.2f} GiB. Lower --gpu-memory-utilization below "
-            f"{floor_utilization(free, total):g} or free memory on the host."
+            f"available of {total / GIB:.2f} GiB. To fix: {lower}free memory on the host."
         )
+    share = "" if own is None else f"; other processes hold {gib(max(total - free - own, 0))}, this one {gib(own)}"
     return (
-        f"{device}: {wanted / GIB:.2f} GiB wanted, {free / GIB:.2f} GiB free of {total / GIB:.2f} GiB{share}. Lower "
-        f"--gpu-memory-utilization to at most {floor_utilization(free, total):g} or stop a neighbour."
+        f"{device}: {wanted / GIB:.2f} GiB wanted, {free / GIB:.2f} GiB free of {total / GIB:.2f} GiB{share}. To fix: "
+        f"{lower}stop another process on this device."
     )
-
-
-def floor_utilization(free: int, total: int) -> float:
-    """The largest utilisation of at most four decimals for which ``ceil(total * utilization) <= free``."""
-    if total <= 0 or free <= 0:
-        return 0.0
-    steps = min(math.floor(free / total * 10_000), 10_000)
-    while steps > 0 and math.ceil(total * (steps / 10_000)) > free:
-        steps -= 1
-    return steps / 10_000

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_omni_patch import ledger
 
-from ..report.report import byte_count, gib
+from ..report.units import byte_count, gib
 from ..swap import swapped
 from . import budget, nvml
 from .devices import DeviceIdentity
@@ -58,7 +58,7 @@ class ProfileWatch:
                 try:
                     stack.enter_context(swapped(runner, "profile_cudagraph_memory", self._estimating(estimate)))
                 except (AttributeError, TypeError) as error:
-                    self.notes.append(f"graphs are estimated from the whole device: {error}")
+                    self.notes.append(f"CUDA graph memory is estimated from the whole device: {error}")
             yield
 
     def read(self, in_use: int | None = None) -> nvml.Reading:
@@ -76,7 +76,9 @@ class ProfileWatch:
             try:
                 self._profiled(result)
             except Exception as error:
-                self._warn(f"the profile could not be read ({type(error).__name__}: {error}); vLLM's figures stay")
+                self._warn(
+                    f"The memory profile could not be read ({type(error).__name__}: {error}); vLLM's figures are used"
+                )
 
         return memory_profiling
 
@@ -89,11 +91,13 @@ class ProfileWatch:
             return
         terms = budget.terms(self.reading, self.profile)
         if not terms.exact:
-            self._warn(f"own device memory is not known: {terms.reason}. vLLM's profiling terms are used instead")
+            self._warn(
+                f"This process's device memory is unknown: {terms.reason}. vLLM's profiling terms are used instead"
+            )
         before, after = self.profile.free_before, self.profile.free_after
         if after >= before:
             self._warn(
-                f"free memory on the device was {gib(before)} before and {gib(after)} after profiling, although this "
+                f"Free memory on the device was {gib(before)} before and {gib(after)} after profiling, although this "
                 "process took some: another process released memory. The budget does not depend on it"
             )
         result.non_torch_increase = terms.non_torch_increase
@@ -113,7 +117,7 @@ class ProfileWatch:
             estimate = self._estimate(lambda: original(*args, **kwargs))
             self.graph_estimate = estimate
             if isinstance(estimate, (int, float)) and estimate < 0:
-                self._warn(f"the CUDA graph estimate is negative ({gib(estimate)}); it is taken as 0")
+                self._warn(f"The CUDA graph estimate is negative ({gib(estimate)}); it is taken as 0")
                 return 0
             return estimate
 
@@ -123,14 +127,16 @@ class ProfileWatch:
         try:
             view = OwnMemoryView(self.worker.device, self._total(), self.read)
         except Exception as error:
-            self._warn(f"graphs are estimated from the whole device ({type(error).__name__}: {error})")
+            self._warn(f"CUDA graph memory is estimated from the whole device ({type(error).__name__}: {error})")
             return original()
         if not view.usable:
             return original()
         with view.installed():
             estimate = original()
         if view.failed:
-            self._warn(f"own memory could not be read while graphs were estimated ({view.failed}); estimated again")
+            self._warn(
+                f"This process's memory could not be read during the graph estimate ({view.failed}); estimated again"
+            )
             return original()
         return estimate
 
@@ -237,7 +243,7 @@ def torch_memory(device: Any) -> dict[str, int]:
 def own_memory(worker: Any, baseline: budget.Baseline | None = None, in_use: int | None = None) -> nvml.Reading:
     """Device memory of this process on ``worker``'s device: NVML's row, unknown unless it can be ours.
 
-    The one way to this figure for whatever decides or reports; ``in_use`` as in :func:`gpu.trust`.
+    The one way to this figure for whatever decides or reports; ``in_use`` as in :func:`budget.trust`.
 
     Raises:
         Exception: the worker lacks ``device`` or ``init_snapshot``, or torch failed.
@@ -265,7 +271,7 @@ def device_memory(device: Any) -> tuple[int, int] | None:
 
 
 def read_device(device: Any) -> nvml.Reading:
-    """NVML's row for this process on a ``torch.device``, before anybody judged it: see :func:`own_memory`."""
+    """NVML's row for this process on a ``torch.device``, before :func:`own_memory` has checked it."""
     try:
         import torch
 

@@ -24,9 +24,9 @@ from vllm_omni_patch import flags
 from .. import flags as settings
 from ..host import host_memory
 from ..report.report import BudgetReport, Input
+from ..report.units import GIB
 from . import kv_budget
 from .hbm import CoreHbm, device_core_hbm, static_core_hbm
-from .kv_budget import GIB
 from .laid_out import LaidOut
 from .model import ModelBytes, model_bytes
 

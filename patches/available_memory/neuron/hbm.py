@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kv_budget import GIB
+from ..report.units import GIB, MIB
 
 # The runtime's own query takes about 3 MiB and forks have seen totals short by as much; memory kept back by the
 # runtime stays well below this, while two platforms differ by gigabytes.
-SNAP_BYTES = 64 << 20
+SNAP_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)

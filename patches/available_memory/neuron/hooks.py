@@ -15,7 +15,7 @@ from typing import Any
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
 
-from ..report import report
+from ..report import output
 from ..report.report import BudgetReport
 from ..swap import swapped
 from . import budget, laid_out, record
@@ -308,7 +308,7 @@ def _report_original(worker: Any, stock: Any) -> None:
         made.rank, made.local_rank = getattr(worker, "rank", None), getattr(worker, "local_rank", None)
         _emit(worker, made)
     except Exception as error:
-        _log_failure(error)
+        output.warn_failed(error)
 
 
 def _blocks(worker: Any, kv_bytes: int) -> tuple[int | None, int | None]:
@@ -328,14 +328,7 @@ def _emit(worker: Any, made: BudgetReport) -> int:
         for line in made.notes:
             logger.warning("%s", line)
         made.blocks, made.block_bytes = _blocks(worker, made.kv_bytes)
-        report.emit(made)
+        output.emit(made)
     except Exception as error:
-        _log_failure(error)
+        output.warn_failed(error)
     return made.kv_bytes
-
-
-def _log_failure(error: Exception) -> None:
-    try:
-        logger.warning("the Neuron memory report failed (%s: %s); the budget stands", type(error).__name__, error)
-    except Exception:  # a broken log handler must not reach the worker either
-        pass

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-GIB = 1 << 30
+from ..report.units import GIB
+
 CAP_VARIABLE = "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"
 MINIMUM_VARIABLE = "VLLM_NEURON_MIN_KV_BUDGET_GIB"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to set so that the KV cache and all that is still to come have room. Bytes in, sentences out.
+"""What to set so that the KV cache and everything allocated later have room. Bytes in, sentences out.
 
-Every setting that is named leads, alone, to a plan that fits: a cache of more than 0 bytes which, with what is still
-to come, stays within what is free on the device, passes vLLM's check at start, and stays within the requested share
-where a share made the size. Where no setting does, the sentence says what must be freed.
+Each setting that is named is enough alone: the cache is larger than 0 bytes; with what is allocated later it stays
+within the free memory of the device and, where a share made the size, within that share; and the next start passes
+vLLM's check. Where no setting does, the sentence says how much must be freed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 from . import report as reports
-from .report import GIB, BudgetReport, byte_count, gib, local_kv
+from .report import BudgetReport
+from .units import GIB, byte_count, gib, largest_utilization
 
 RESERVE = "VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV=1"
 UTILIZATION = "--gpu-memory-utilization"
@@ -22,7 +23,7 @@ UTILIZATION = "--gpu-memory-utilization"
 class Plan:
     """The terms of the question, in bytes; ``None`` is unknown.
 
-    ``kv``: the budget. ``pending``: model-local KV still to come that the budget does not keep free, ``reserved`` what
+    ``kv``: the budget. ``pending``: pending model-local KV that the budget does not keep free, ``reserved`` what
     it does. ``uncharged``: in place, and in no term of the budget. ``transient``: activation peak, graphs and the
     multimodal reservation as far as they are known, which come on top of what the process holds now. ``free``: what
     this worker may still take on its device. ``base``: the budget before it was cut off at 0.
@@ -55,13 +56,13 @@ class Plan:
 
 def advise(report: BudgetReport) -> list[str]:
     """What to set so that everything fits, as sentences. Empty when nothing needs to change."""
-    pending = 0 if report.model_local_kv is None else local_kv(report, "pending_bytes")
+    pending = 0 if report.model_local_kv is None else report.local_kv("pending_bytes")
     if pending is None:
-        return ["How much model-local KV is still to come is not known; no setting can be computed for it."]
+        return ["The amount of pending model-local KV is unknown, so no setting can be computed for it."]
     plan = _plan(report, pending)
     wanted = _wanted(plan)
     if not plan.share and plan.free is None and wanted:
-        return [f"Free memory is not known, so neither is whether {wanted} fits beside the KV size that was set."]
+        return [f"Free memory is unknown, so {wanted} may not fit beside the KV cache size that was set."]
     if plan.kv > 0 and plan.best == plan.kv:
         return []
     reason = f"leave room for {wanted}" if wanted else "fit into what is free"
@@ -72,10 +73,10 @@ def advise(report: BudgetReport) -> list[str]:
         return [f"To {reason}: {', or '.join(helps)}."]
     helps = _otherwise(report, plan)
     if wanted or plan.kv > 0:
-        said = f"No KV cache fits: it would have to {reason}."
+        problem = f"No KV cache fits: it would have to {reason}."
     else:
-        said = "No KV cache fits into the requested memory."
-    return [f"{said} What helps: {', or '.join(helps)}." if helps else f"{said} No setting can be computed for it."]
+        problem = "No KV cache fits into the requested memory."
+    return [f"{problem} To fix: {', or '.join(helps)}." if helps else f"{problem} No setting can be computed for it."]
 
 
 def utilization_for(report: BudgetReport, change: int, limit: int | None = None) -> float | None:
@@ -87,11 +88,7 @@ def utilization_for(report: BudgetReport, change: int, limit: int | None = None)
     total, requested = byte_count(report.value(reports.DEVICE_TOTAL)), byte_count(report.value(reports.REQUESTED))
     if not report.linear_in_requested or not total or requested is None:
         return None
-    wanted = requested + change if limit is None else min(requested + change, limit)
-    steps = min(math.floor(wanted / total * 10_000) + 1, 10_000)
-    while steps > 0 and math.ceil(total * (steps / 10_000)) > wanted:
-        steps -= 1
-    return steps / 10_000 if steps > 0 else None
+    return largest_utilization(total, requested + change if limit is None else min(requested + change, limit))
 
 
 def _plan(report: BudgetReport, pending: int) -> Plan:
@@ -103,7 +100,7 @@ def _plan(report: BudgetReport, pending: int) -> Plan:
         base=base or None,
         pending=max(pending - report.reserved_for_model_local_kv, 0),
         reserved=min(pending, report.reserved_for_model_local_kv),
-        uncharged=0 if report.counts_own_process else local_kv(report, "uncharged_bytes") or 0,
+        uncharged=0 if report.counts_own_process else report.local_kv("uncharged_bytes") or 0,
         transient=sum(byte_count(report.value(name)) or 0 for name in names),
         free=byte_count(report.value(reports.DEVICE_FREE) if share is None else share.value),
         share=not report.size_given,
@@ -111,9 +108,9 @@ def _plan(report: BudgetReport, pending: int) -> Plan:
 
 
 def _wanted(plan: Plan) -> str:
-    parts = [f"{gib(plan.pending)} of model-local KV still to come"] if plan.pending else []
+    parts = [f"{gib(plan.pending)} of pending model-local KV"] if plan.pending else []
     if plan.uncharged and plan.share:
-        parts.append(f"{gib(plan.uncharged)} in place that this budget does not count")
+        parts.append(f"{gib(plan.uncharged)} already allocated that this budget does not count")
     return " and ".join(parts)
 
 
@@ -145,10 +142,10 @@ def _otherwise(report: BudgetReport, plan: Plan) -> list[str]:
     keeps = plan.kv > 0 and plan.free is not None and plan.kv + plan.transient + plan.reserved <= plan.free
     reservable = plan.kv > 0 and _reservable(report, plan) and _starts(report, plan, size_given=False)
     if plan.pending and reservable and (plan.free is None or keeps):
-        helps.append(f"lower --max-num-seqs until less than {plan.kv} bytes are still to come with {RESERVE}")
+        helps.append(f"lower --max-num-seqs until less than {plan.kv} bytes are pending with {RESERVE}")
     if plan.pending and not plan.share and plan.free is not None and plan.kv + plan.transient < plan.free:
         most = plan.free - plan.transient - plan.kv
-        helps.append(_that_starts(report, plan, f"lower --max-num-seqs until at most {most} bytes are still to come"))
+        helps.append(_that_starts(report, plan, f"lower --max-num-seqs until at most {most} bytes are pending"))
     if room is not None and room < plan.kv > 0 and (not plan.share or not plan.pending + plan.uncharged):
         limit, requested = _start_limit(report, plan), byte_count(report.value(reports.REQUESTED))
         checked = limit is not None and requested is not None and not (report.platform == "cpu" and report.size_given)
@@ -157,12 +154,12 @@ def _otherwise(report: BudgetReport, plan: Plan) -> list[str]:
         helps.append(f"free {lacking} more bytes ({gib(lacking)}) for this worker")
     helps = [text for text in helps if text]
     if not helps and room is not None and room <= 0:
-        return [f"more than {-room} bytes ({gib(-room)}) must become free for this worker, then ask again"]
+        return [f"more than {-room} bytes ({gib(-room)}) must become free for this worker; then restart"]
     return helps
 
 
 def _raise(report: BudgetReport, plan: Plan) -> str:
-    """The utilisation whose share holds a cache and what is to come."""
+    """The utilisation whose share holds a cache and what is pending."""
     if plan.base is None or not plan.share or plan.uncharged or (plan.pending and not _reservable(report, plan)):
         return ""
     base = plan.base - plan.pending
@@ -223,8 +220,4 @@ def _starts(report: BudgetReport, plan: Plan, *, size_given: bool) -> bool:
 
 def _start_utilization(report: BudgetReport, plan: Plan) -> float | None:
     total, limit = byte_count(report.value(reports.DEVICE_TOTAL)), _start_limit(report, plan)
-    if not total or limit is None:
-        return None
-    from ..gpu.budget import floor_utilization
-
-    return floor_utilization(limit, total) or None
+    return None if not total or limit is None else largest_utilization(total, limit)
