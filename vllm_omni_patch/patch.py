@@ -120,7 +120,8 @@ class Patch:
     written by ``vllm-omni-patch matrix --update --patch NAME``. Empty: the one that comes with this package.
     ``uses``: what the patch calls in other packages without hooking it (``install`` is empty). The matrix judges it by
     its contract like a target; the loader leaves it alone.
-    ``removed``: variables that the patch had once; where one is still set, the loader says what replaced it.
+    ``removed``: variables that the patch had once; where one is still set, the loader logs what replaced it.
+    ``commands``: (name, ``"module:app"``) of Typer apps that become ``vllm-omni-patch NAME``.
     """
 
     name: str
@@ -135,6 +136,7 @@ class Patch:
     matrix: str = ""
     uses: tuple[Target, ...] = ()
     removed: tuple[Removed, ...] = ()
+    commands: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass

@@ -134,5 +134,6 @@ PATCH = Patch(
         ),
     ),
     flags=FLAGS,
+    commands=(("memory", f"{_ROOM}.cli:app"),),
     removed=REMOVED,
 )

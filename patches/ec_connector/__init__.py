@@ -176,5 +176,6 @@ PATCH = Patch(
         ),
     ),
     flags=FLAGS,
+    commands=(("ec", "vllm_omni_patch.patches.ec_connector.cli:app"),),
     uses=USES,
 )

@@ -504,6 +504,37 @@ def test_nonsense_in_a_declaration_ends_nothing(probe: House, source: str, words
     assert words in reason
 
 
+COMMANDS = """
+            from dataclasses import replace
+            PATCH = replace(PATCH, commands=(
+                ("greet", "probe.cli:app"), ("gone", "probe.none:app"),
+                ("ec", "probe.cli:app"), ("flags", "probe.cli:app"),
+            ))
+"""
+
+
+def test_a_patch_brings_its_commands(house: House) -> None:
+    house.patch("probe", 'T("vllm.worker", "Worker.load")', [LOAD], extra=COMMANDS)
+    house.write("probe/cli.py", "import typer\napp = typer.Typer()\n@app.command()\ndef greet():\n    print('hello')\n")
+    done = house.run(
+        """
+        import subprocess
+        def call(*words):
+            command = [sys.executable, "-m", "vllm_omni_patch.commands.main", *words]
+            done = subprocess.run(command, capture_output=True, text=True)
+            return [done.returncode, done.stdout + done.stderr]
+        show([call("greet"), call("gone"), call("ec", "--help"), call("flags"), call("--help")])
+    """
+    )
+    greet, gone, ec, flags, helped = done.value
+    assert greet == [0, "hello\n"]
+    assert gone[0] == 2
+    assert "vllm-omni-patch gone cannot be loaded: ModuleNotFoundError: No module named 'probe.none'" in gone[1]
+    assert "stats" in ec[1], "a patch of this package has the name"
+    assert "VLLM_OMNI_PATCH_PROBE_SIZE" in flags[1]
+    assert "greet" in helped[1] and "matrix" in helped[1] and "gone" not in helped[1]
+
+
 REMOVED = """
             from dataclasses import replace
             from vllm_omni_patch.flags import Removed

@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-omni-patch``: ``status``, ``flags`` and the commands of other rooms. Imports neither vLLM nor torch."""
+"""``vllm-omni-patch``: ``status``, ``flags``, ``matrix`` and the commands that patches bring.
+
+Imports neither vLLM nor torch.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-# Commands that live beside what they are about. Each is imported when it is asked for, or when help lists them all.
-ELSEWHERE = {
-    "matrix": "vllm_omni_patch.commands.matrix:app",
-    "memory": "vllm_omni_patch.patches.available_memory.cli:app",
-    "ec": "vllm_omni_patch.patches.ec_connector.cli:app",
-}
+MATRIX = "vllm_omni_patch.commands.matrix:app"
 
 
 class _Group(typer.core.TyperGroup):
-    """Finds the commands in ``ELSEWHERE`` when they are named."""
+    """Finds ``matrix`` and the commands that patches bring. One is imported when it is named or listed by help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *ELSEWHERE]
+        return [*super().list_commands(ctx), *_elsewhere()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in ELSEWHERE:
-            return super().get_command(ctx, cmd_name)
-        module, _, name = ELSEWHERE[cmd_name].partition(":")
+        command = super().get_command(ctx, cmd_name)
+        reference = None if command is not None else _elsewhere().get(cmd_name)
+        if reference is None:
+            return command
+        module, _, name = reference.partition(":")
         try:
             command = typer.main.get_command(getattr(importlib.import_module(module), name))
         except Exception as error:
@@ -41,6 +41,13 @@ class _Group(typer.core.TyperGroup):
             return None
         command.name = cmd_name
         return command
+
+
+@lru_cache(maxsize=1)
+def _elsewhere() -> dict[str, str]:
+    from vllm_omni_patch.loading import discover
+
+    return {"matrix": MATRIX, **{k: v for k, v in discover.commands(discover.find()).items() if k != "matrix"}}
 
 
 app = typer.Typer(
