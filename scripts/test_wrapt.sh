@@ -21,5 +21,5 @@ for release in "$@"; do
     "$python" -m venv "$work/venv"
     "$work/venv/bin/pip" install --quiet --editable ".[test]" prometheus-client "wrapt$release"
     say "wrapt $("$work/venv/bin/python" -c 'import wrapt; print(wrapt.__version__)')"
-    "$work/venv/bin/python" -m pytest -q tests/unit/test_{loader,startup,status,strict,contract,metrics}.py
+    "$work/venv/bin/python" -m pytest -q tests/unit/test_{imports,loader,startup,status,strict,contract,metrics}.py
 done
