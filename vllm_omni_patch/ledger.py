@@ -74,7 +74,7 @@ _inspectors: list[Callable[[], None]] = []
 
 
 def record(entry: Entry) -> None:
-    """Set the state of one target; the newest call stands."""
+    """Set the state of one target; a later call replaces it."""
     with _lock:
         _entries[(entry.patch, entry.target)] = entry
 
@@ -92,7 +92,7 @@ def describe_process(**facts: Any) -> None:
 
 
 def process() -> dict[str, Any]:
-    """What :func:`describe_process` was told."""
+    """The facts that :func:`describe_process` noted."""
     with _lock:
         return dict(_process)
 

@@ -30,7 +30,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Contract:
-    """What a target must look like for its hook to be right; checked on a live object or on source text.
+    """What a target must look like for its hook to be right; checked on the imported object or on source text.
 
     ``parameters``: what the callable must accept. A further parameter with a default, ``*args`` or ``**kwargs`` is
     fine; a further *required* one breaks the contract. A method's ``self`` or ``cls`` does not count, named or not;
@@ -61,7 +61,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Documented:
-    """What the public source of a release says about a target that no checker can fetch, read by a person."""
+    """What a person read in the public source of a release that cannot be fetched."""
 
     release: str
     verdict: Literal["applies", "native", "absent", "drifted"] = "applies"
@@ -79,7 +79,7 @@ class Target:
     ``documented`` the matrix takes its rows from ``documented``, for a distribution that cannot be fetched.
     ``by_contract``: on a release that the matrix does not list, the contract alone decides; for a hook that passes
     calls through and relies on nothing in the target's code. ``setting``: hooked only where this bool variable is on
-    when vLLM is first imported. ``consequence``: what a user misses where it is not hooked, told with the reason.
+    when vLLM is first imported. ``consequence``: what a user misses where it is not hooked, shown with the reason.
     """
 
     module: str

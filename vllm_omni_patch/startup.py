@@ -51,7 +51,7 @@ def begin(path: str) -> None:
     import os
 
     if _busy == _thread.get_ident():
-        raise ImportError("a patch declaration may not import vLLM: name target modules and installers as text")
+        raise ImportError("a patch declaration must not import vLLM; name target modules and installers as strings")
     if os.environ.get(FLAG, "").strip().lower() in OFF:
         return
     # The caller holds import locks, so the wait has a limit. The audit hooks what a caller imports that gave up.
@@ -80,7 +80,7 @@ def _after_fork() -> None:
 
 
 def complain(error: BaseException) -> None:
-    """One line on stderr: our own code broke, nothing is patched, and the interpreter goes on."""
+    """Print one line on stderr: our own code failed, nothing is patched, and the interpreter continues."""
     import os
     import sys
 

@@ -177,7 +177,10 @@ def test_strict_mode_ends_the_process_with_the_list() -> None:
     code = "from vllm.engine.arg_utils import EngineArgs; EngineArgs(model='x')"
     done = python(code, "ec_connector,nope", VLLM_OMNI_PATCH_STRICT="1")
     assert done.returncode != 0
-    assert "VLLM_OMNI_PATCH_STRICT is set, and 1 of what VLLM_OMNI_PATCH asks for is not applied" in done.stderr
+    assert (
+        "VLLM_OMNI_PATCH_STRICT is set, and VLLM_OMNI_PATCH asks for 1 target or patch that is not applied"
+        in done.stderr
+    )
     assert "no patch is called 'nope'; known: available_memory, ec_connector, model_local_kv" in done.stderr
 
 

@@ -485,7 +485,7 @@ def test_a_patch_that_cannot_be_imported_is_one_row_and_one_line(probe: House) -
     [
         ("PATCH = 7", "int, not vllm_omni_patch.patch.Patch"),
         ("raise SystemExit(3)", "SystemExit: 3"),
-        ("import vllm", "may not import vLLM"),
+        ("import vllm", "must not import vLLM"),
     ],
 )
 def test_nonsense_in_a_declaration_ends_nothing(probe: House, source: str, words: str) -> None:

@@ -303,7 +303,7 @@ def test_a_registry_is_served_though_ours_cannot_go_on_it(
     registry = prometheus.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     assert [type(one).__name__ for one in registry._collector_to_names] == ["MultiProcessCollector"]
-    assert logged == ["our numbers will not be on /metrics: division by zero"]
+    assert logged == ["our metrics are missing from /metrics: division by zero"]
     monkeypatch.undo()
     other = prometheus.CollectorRegistry()
     multiprocess.MultiProcessCollector(path=str(tmp_path), registry=other)

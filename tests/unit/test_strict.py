@@ -39,9 +39,11 @@ def test_a_target_is_judged_before_its_module_is_imported(house: House) -> None:
     contract = 'Contract(parameters=(Parameter("other"),))'
     house.patch("probe", f'T("vllm.worker", "Worker.load", contract={contract})', [LOAD])
     told = start(house)
-    assert told.startswith("RuntimeError: VLLM_OMNI_PATCH_STRICT is set, and 1 of what VLLM_OMNI_PATCH asks for")
+    assert told.startswith(
+        "RuntimeError: VLLM_OMNI_PATCH_STRICT is set, and VLLM_OMNI_PATCH asks for 1 target or patch that is not"
+    )
     assert f"probe: {LOAD}: vllm 7.0.0: Worker.load has no parameter other" in told
-    assert "Way out:" in told
+    assert "To fix:" in told
     assert "unset VLLM_OMNI_PATCH_STRICT" in told
 
 
@@ -82,7 +84,7 @@ def test_what_upstream_has_is_no_fault_and_an_unlisted_release_is(house: House) 
 
 def test_a_patch_without_any_target_here_is_listed(house: House) -> None:
     house.patch("probe", 'T("elsewhere.worker", "Worker.load", distribution="elsewhere", optional=True)')
-    assert "probe: none of its targets is in what is installed here" in start(house)
+    assert "probe: none of its targets is in the installed packages" in start(house)
 
 
 def test_a_second_attempt_is_stopped_too(house: House) -> None:

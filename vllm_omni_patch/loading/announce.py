@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """This process's line in vLLM's log.
 
-It is written when an engine starts in the process. A worker imports most of what is hooked only after that, so its
-line waits until a call first goes through a wrapper on worker code, or nothing is left to wait for. An engine core
-that runs its worker itself has its line by then, and writes a second one, the last, if the account has changed.
+It is written when an engine starts in the process. A worker imports most hooked modules after that, so its line waits
+until a call first reaches a wrapper on worker code, or no target is pending. An engine core that runs its worker itself
+has written its line by then; it writes a second and last one if the counts have changed.
 
-It counts what was asked for. What the loader itself changes is not among it: where one of those is refused, that is a
-warning of its own.
+The line counts what was asked for. The loader's own targets are left out: one that is skipped has a warning of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from vllm_omni_patch.telemetry import processes
 _WORDS = {"pending": "waiting for their modules"}
 
 _start: str | None = None  # the beginning of the line, once an engine has started
-_told: str | None = None  # the account in the line that was written
+_written: str | None = None  # the counts in the line that was written
 _done = False
 
 
 def at_engine_start() -> None:
-    """Write this process's line, or let a worker's wait."""
+    """Write this process's line; a worker's waits."""
     global _start
     path = ledger.process().get("activation_path")
     release = installed.live_release("vllm") or "of unknown version"
@@ -38,26 +37,26 @@ def at_engine_start() -> None:
 
 
 def at_first_call(target: str) -> None:
-    """A call goes through our wrapper on ``target``: what this process uses is imported by now, if it is a worker."""
+    """A call has reached our wrapper on ``target``. In a worker, what it uses has been imported by then."""
     if ".worker." in target:
         _write(final=True)
 
 
 def when_settled() -> None:
-    """Something changed: if nothing is left to wait for, the account is final."""
+    """A module has been hooked. If no target is pending, the counts are final."""
     if not _waiting(ledger.entries()):
         _write(final=True)
 
 
 def _write(final: bool = False) -> None:
-    global _told, _done
+    global _written, _done
     if _start is None or _done:
         return
-    now = account(ledger.entries())
-    if now != _told:
-        text = f"{_start}{now}" if _told is None else f"vllm-omni-patch: pid {os.getpid()}: now {now}"
+    now = counts_of(ledger.entries())
+    if now != _written:
+        text = f"{_start}{now}" if _written is None else f"vllm-omni-patch: pid {os.getpid()}: now {now}"
         ledger.log(logging.INFO, text)
-    _told, _done = now, final
+    _written, _done = now, final
 
 
 def _waiting(entries: list[Entry]) -> list[Entry]:
@@ -66,7 +65,7 @@ def _waiting(entries: list[Entry]) -> list[Entry]:
     return [e for e in asked if e.state == "pending" and installed.is_here(e.target.partition(".")[0])]
 
 
-def account(entries: list[Entry]) -> str:
+def counts_of(entries: list[Entry]) -> str:
     """Counts of targets by state, and the patches they belong to: ``4 applied (ec_connector 1, ...), ...``."""
     waiting = {id(entry) for entry in _waiting(entries)}
     parts = []
@@ -82,8 +81,8 @@ def account(entries: list[Entry]) -> str:
 
 
 def _after_fork() -> None:
-    global _start, _told, _done
-    _start, _told, _done = None, None, False
+    global _start, _written, _done
+    _start, _written, _done = None, None, False
 
 
 os.register_at_fork(after_in_child=_after_fork)

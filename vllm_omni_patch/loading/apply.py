@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install one target in an imported module, read it back, and take it out again when that fails."""
+"""Install one target in an imported module, read it back, and uninstall it when that fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_omni_patch.patch import Hook, Patch, Target, Undo
 
 
 class Refused(Exception):
-    """The target stays as it is. ``str()`` is the reason, for users."""
+    """The target cannot be hooked and stays as it is. ``str()`` is the reason, for users."""
 
 
 @dataclass
@@ -83,8 +83,8 @@ def install(patch: Patch, target: Target, module: ModuleType, on_first_call: Cal
     if not callable(undo):
         _take_back(hook, None, before)
         raise TypeError(
-            f"{target.install} returned {undo!r} and not the undo; what it did is taken back. End it with "
-            "'return hook.wrap(...)', or return a function that takes back what it did"
+            f"{target.install} returned {undo!r} and not the undo; what it did was undone. End it with "
+            "'return hook.wrap(...)', or return a function that undoes what it did"
         )
     done = Installed(patch, target, hook, undo)
     try:
@@ -95,7 +95,7 @@ def install(patch: Patch, target: Target, module: ModuleType, on_first_call: Cal
     if not effective:
         _take_back(hook, done.undo, before)
         raise Refused(
-            f"the hook had no effect: after installing it, {target.name} is not what was put there "
+            f"the hook had no effect: {target.name} is not what was installed "
             "(a metaclass, a descriptor or another package keeps its own value)"
         )
     done.left = done.current()

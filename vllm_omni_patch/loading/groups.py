@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups in a running process: the members of a group are applied all together or not at all.
 
-They may live in modules that are imported at different times. When the first of them turns up, the others are judged
-on the text of their modules; if one would not be applied, none is. Should a later one fail all the same, those before
-it are uninstalled.
+They may live in modules that are imported at different times. When the first of them is imported, the others are judged
+on the text of their modules; if one would not be applied, none is. If a later one fails nevertheless, those before it
+are uninstalled.
 """
 
 from __future__ import annotations

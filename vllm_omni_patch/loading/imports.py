@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Post-import hooks: call a function each time a module's code has run, and leave its real loader in place.
+"""Post-import hooks: call a function each time a module's code has run. The module keeps its real loader.
 
 wrapt has such hooks too. They forget a module after its first import, so that a reloaded one is unpatched, and with it
 the hooks after one that raised; they hand over a module whose code still runs; and before 1.15 they are called under a
@@ -30,7 +30,7 @@ class Watch:
         self._on_error = on_error
 
     def add(self, name: str, callback: Callback) -> None:
-        """Call ``callback(module)`` after each import or reload of ``name``; at once if it is imported already."""
+        """Call ``callback(module)`` after each import or reload of ``name``, and now if it is imported already."""
         with self._lock:
             self._callbacks.setdefault(name, []).append(callback)
             module = sys.modules.get(name)
@@ -67,7 +67,7 @@ class Watch:
                 return
             loader.exec_module = _Execute(self, loader, execute)
         except Exception:
-            # A loader that takes no attribute: the audit finds the module once it has been imported.
+            # The loader takes no attribute: the audit finds the module once it has been imported.
             self._late.add(spec.name)
 
     def executed(self, module: ModuleType) -> None:
@@ -81,9 +81,13 @@ class Watch:
         self._call(callbacks, module)
 
     def audit(self, everything: bool = False) -> list[str]:
-        """Catch up on modules that came in without passing by: imported before us, or found by a tool before us.
+        """Run the callbacks of modules that were imported without passing our import hook.
 
-        Returns those that nobody expected: with ``everything``, modules that a tool before us found by itself.
+        Args:
+            everything: look at every watched module, and not only at those that are known to have been imported late.
+
+        Returns:
+            Modules that another finder in front of ours found by itself.
         """
         hidden = []
         with self._lock:
@@ -110,7 +114,7 @@ class Watch:
         self._lock = threading.RLock()
 
     def missed(self) -> list[str]:
-        """Watched modules that are imported and were not handed to their callbacks."""
+        """Watched modules that were imported without passing our import hook."""
         with self._lock:
             return [name for name in self._callbacks if sys.modules.get(name) not in (None, self._seen.get(name))]
 

@@ -43,18 +43,18 @@ def install(hook: Hook) -> Undo:
         raise Refused(f"{hook.target.name} is {type(stock).__name__}, not a dict")
     here = loader.current()
     found = discover.find() if here is None else here.found
-    # Those that are gone as well: the loader says what replaced them, and vLLM need not call them unknown.
+    # Removed variables too: the loader logs what replaced them, so vLLM need not call them unknown.
     every = [flag.name for flag in discover.all_flags(found)] + [row.name for row in discover.all_removed(found)]
     names = [name for name in every if name not in stock]
-    told = _Variables(stock)
-    told.ours = frozenset(names)
-    told.update({name: partial(os.environ.get, name) for name in names})
-    setattr(hook.owner, hook.attribute, told)
+    table = _Variables(stock)
+    table.ours = frozenset(names)
+    table.update({name: partial(os.environ.get, name) for name in names})
+    setattr(hook.owner, hook.attribute, table)
 
     def undo() -> None:
-        if vars(hook.owner).get(hook.attribute) is not told:
+        if vars(hook.owner).get(hook.attribute) is not table:
             raise RuntimeError(f"{hook.target.name} was replaced by somebody else; left as it is")
-        stock.update(dict(told.items()))  # what others have entered since
+        stock.update(dict(table.items()))  # what others have entered since
         setattr(hook.owner, hook.attribute, stock)
 
     return undo

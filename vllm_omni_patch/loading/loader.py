@@ -109,8 +109,7 @@ class Loader:
             finder.stand_first()
 
     def give_up_absent(self) -> None:
-        """Skip pending targets whose module is not there, so that it will never come. Required ones only: that an
-        optional one is absent is ordinary."""
+        """Skip pending required targets whose module does not exist. An absent optional target is ordinary."""
         for patch in self.targets.patches:
             for target in patch.targets:
                 entry = self.targets.state(patch, target)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loader itself changes in other packages, declared like any patch: judged, read back, undone and shown.
+"""What the loader itself changes in other packages, declared as a patch: judged, read back, undone and shown like one.
 
-It is on whenever the flag is, whichever patches are asked for. Data only, like every declaration.
+It is on whenever the flag is on, whichever patches are asked for. Data only, like every declaration.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from vllm_omni_patch.patch import Contract, Parameter, Patch, Target
 NAME = "loader"
 _HOOKS = "vllm_omni_patch.loading.own_hooks"
 
-# Each of these passes calls through and reads none of the target's code, so on a release that nobody has listed the
-# contract says enough. (vLLM's table of variables is another text in every release.)
+# Each of these passes calls through and relies on nothing in the target's code, so on an unlisted release the contract
+# is enough. (The source of vLLM's table of variables differs in every release.)
 PATCH = Patch(
     name=NAME,
     summary="What the loader itself needs: known variables, log lines, engine starts, numbers on /metrics.",
-    why="vLLM warns of variables that it does not know, has no log before it sets one up, says nowhere that an engine "
-    "starts, and shows on /metrics only what is registered there.",
+    why="vLLM warns about variables that it does not know, has no log before it sets one up, has no event for the "
+    "start of an engine, and shows on /metrics only what is registered there.",
     scope="One table and two functions of vLLM, and the registries behind /metrics. Calls and results stay vLLM's.",
-    fragility="Five names. Each refusal says what is missing then; the patches work without any of them.",
+    fragility="Five names. A skipped one says what is missing; the patches work without any of them.",
     remove_when="vLLM has a call by which a plugin makes variables and metrics known.",
     effect="adds",
     targets=(
@@ -38,7 +38,7 @@ PATCH = Patch(
             by_contract=True,
             optional=True,
             note="releases that set up their log at import have none",
-            consequence="lines from before vLLM has a log come out with the next one, or at exit",
+            consequence="lines from before vLLM has a log are printed with the next one, or at exit",
         ),
         Target(
             module="vllm.plugins",
@@ -66,7 +66,7 @@ PATCH = Patch(
             distribution="prometheus-client",
             contract=Contract(parameters=(Parameter("registry"),)),
             by_contract=True,
-            note="with several API servers the page is made anew for each scrape",
+            note="with several API servers a new registry is made for each scrape",
             consequence="our numbers are not on /metrics where PROMETHEUS_MULTIPROC_DIR is set, as with several API "
             "servers",
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installers of what ``own.py`` declares. What goes wrong in here leaves vLLM's own call and result as they are."""
+"""Installers of what ``own.py`` declares. An error in them leaves vLLM's own call and its result as they are."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_omni_patch.telemetry import log_lines
 
 
 def install_log(hook: Hook) -> Undo:
-    """Let our held lines out as soon as vLLM has set up its log."""
+    """Log the lines that were held back as soon as vLLM has set up its log."""
 
     def configure(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         try:
             log_lines.release()
-        except Exception:  # a handler of somebody's that raises; the lines went to those before it
+        except Exception:  # somebody's handler raises; the lines went to the handlers before it
             pass
         return result
 
@@ -27,7 +27,7 @@ def install_log(hook: Hook) -> Undo:
 
 
 def install_engine_start(hook: Hook) -> Undo:
-    """Learn of engine starts where our own plugin is not called: filtered by VLLM_PLUGINS, or in a forked child.
+    """Notice engine starts where our own plugin is not called: filtered by VLLM_PLUGINS, or in a forked child.
 
     In strict mode the wrapper raises, as the plugin does.
     """
@@ -42,7 +42,7 @@ def install_engine_start(hook: Hook) -> Undo:
 
 
 def install_registry(hook: Hook) -> Undo:
-    """Put our collector on the registry that ``get_prometheus_registry`` gives out, outside of multiprocess mode."""
+    """Put our collector on the registry that ``get_prometheus_registry`` returns outside multiprocess mode."""
     from vllm_omni_patch.telemetry import exposition
 
     registry = vars(hook.module)["REGISTRY"]
@@ -51,9 +51,9 @@ def install_registry(hook: Hook) -> Undo:
 
 
 def serves(hook: Hook) -> bool:
-    """Read back: the registry that vLLM gives out is the one that has our collector.
+    """Whether vLLM returns the registry that has our collector.
 
-    In multiprocess mode it makes one for each caller, and ``install_multiprocess`` is what serves.
+    In multiprocess mode it makes one for each caller, which ``install_multiprocess`` handles.
     """
     return "PROMETHEUS_MULTIPROC_DIR" in os.environ or hook.original() is vars(hook.module)["REGISTRY"]
 
@@ -61,8 +61,8 @@ def serves(hook: Hook) -> bool:
 def install_multiprocess(hook: Hook) -> Undo:
     """Put our collector wherever a ``MultiProcessCollector`` puts itself.
 
-    In multiprocess mode ``prometheus_fastapi_instrumentator`` leaves vLLM's registry aside and makes one for each
-    scrape, of which all that is known is that a ``MultiProcessCollector`` is put on it.
+    In multiprocess mode ``prometheus_fastapi_instrumentator`` does not use vLLM's registry: it makes one for each
+    scrape and registers a ``MultiProcessCollector`` on it.
     """
     from vllm_omni_patch.telemetry import exposition
 
@@ -73,7 +73,7 @@ def install_multiprocess(hook: Hook) -> Undo:
             try:
                 exposition.register(registry)
             except Exception as error:
-                ledger.log(logging.WARNING, f"our numbers will not be on /metrics: {error}", "metrics")
+                ledger.log(logging.WARNING, f"our metrics are missing from /metrics: {error}", "metrics")
         return result
 
     return hook.wrap(init)

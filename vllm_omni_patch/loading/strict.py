@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict mode: stop the engine at start when something that was asked for is not applied.
 
-A target whose module is not imported yet is judged ahead, on the text of the module. No fault is: a target that
-upstream has already; a target of a package that is not installed; an optional target that this release does not
-have. A patch that is left without any target is a fault all the same.
+A target whose module is not imported yet is judged on the text of the module. These are no faults: a target that
+upstream has already, a target of a package that is not installed, an optional target that this release does not have.
+A patch that is left without any target is a fault.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from vllm_omni_patch.patch import Patch, Target
 
 
 def check(patches: Sequence[Patch]) -> None:
-    """Stop unless everything that was asked for is applied, or will be when its module is imported.
+    """Stop the engine unless everything that was asked for is applied, or can be when its module is imported.
 
     Raises:
-        RuntimeError: something is not; the text lists each target, the reason and the way out.
+        RuntimeError: something is not; the message lists each target with its reason, and what to do.
     """
     found = faults(patches)
     if not found:
         return
     lines = "\n".join(f"  - {line}" for line in found)
     raise RuntimeError(
-        f"{flags.STRICT.name} is set, and {len(found)} of what {flags.SWITCH.name} asks for is not applied:\n{lines}\n"
-        "Way out: correct what the reasons name; or leave patches out by listing the others in "
-        f"{flags.SWITCH.name}; or unset {flags.STRICT.name} to run without what is "
-        "listed here. 'vllm-omni-patch status' shows every target."
+        f"{flags.STRICT.name} is set, and {flags.SWITCH.name} asks for {_missing(found)} not applied:\n{lines}\n"
+        f"To fix: correct what the reasons name, list only other patches in {flags.SWITCH.name}, or unset "
+        f"{flags.STRICT.name} to run without these. 'vllm-omni-patch status --verbose' shows every target."
     )
+
+
+def _missing(found: Sequence[str]) -> str:
+    return "1 target or patch that is" if len(found) == 1 else f"{len(found)} targets or patches that are"
 
 
 def faults(patches: Sequence[Patch]) -> list[str]:
@@ -55,12 +58,12 @@ def _patch_faults(patch: Patch, states: dict[tuple[str, str], Entry]) -> list[st
         if fault:
             found.append(f"{patch.name}: {target.name}: {fault}")
     if not found and not serving:
-        found.append(f"{patch.name}: none of its targets is in what is installed here")
+        found.append(f"{patch.name}: none of its targets is in the installed packages")
     return found
 
 
 def _fault(patch: Patch, target: Target, entry: Entry | None) -> str | None:
-    """The reason why ``target`` is not applied; ``None`` when it is or will be; empty when it does not count."""
+    """Why ``target`` is not applied; ``None`` when it is or can be; empty when that is no fault."""
     if entry is not None and entry.state in ("applied", "native"):
         return None
     package = installed.package_of(target.distribution, target.module)

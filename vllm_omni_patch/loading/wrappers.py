@@ -14,7 +14,7 @@ from typing import Any
 # Attribute of our wrapper functions that says whose they are: (patch name, target name).
 MARK = "_vllm_omni_patch_owner"
 
-# Decorators that vLLM itself uses come from here; they are no sign of another patcher.
+# Decorators that vLLM itself uses come from here; they are no sign of another package that patches.
 _ORDINARY = frozenset({"torch", "functools", "contextlib", "abc", "typing", "typing_extensions", "numba", "triton"})
 _LIMIT = 100
 _NOTHING = object()  # a class that inherits the attribute holds nothing itself
@@ -63,7 +63,7 @@ def put_back(owner: Any, attribute: str, before: Any) -> None:
         setattr(owner, attribute, before)
 
 
-def layers(value: Any) -> Iterator[Any]:
+def unwrapped(value: Any) -> Iterator[Any]:
     """``value`` and what it wraps, from the outside in; the last one is the innermost function or class."""
     for _ in range(_LIMIT):
         yield value
@@ -75,7 +75,7 @@ def layers(value: Any) -> Iterator[Any]:
 
 def ours(value: Any) -> tuple[str, str] | None:
     """(patch, target) of the outermost wrapper of ours around ``value``; ``None`` when there is none."""
-    for layer in layers(value):
+    for layer in unwrapped(value):
         mark = getattr(_wrapper(layer), MARK, None)
         if isinstance(mark, tuple):
             return mark
@@ -84,13 +84,13 @@ def ours(value: Any) -> tuple[str, str] | None:
 
 def depth(value: Any, patch: str) -> int:
     """How many wrappers of ``patch`` stand around ``value``."""
-    return sum(getattr(_wrapper(layer), MARK, ("",))[0] == patch for layer in layers(value))
+    return sum(getattr(_wrapper(layer), MARK, ("",))[0] == patch for layer in unwrapped(value))
 
 
 def foreign(value: Any, home: str) -> list[str]:
     """Wrappers and replacements by other packages than the top-level package ``home``, from the outside in."""
     found = []
-    everything = list(layers(value))
+    everything = list(unwrapped(value))
     for layer in everything:
         wrapper = _wrapper(layer)
         if wrapper is not None and getattr(wrapper, MARK, None) is not None:
