@@ -30,8 +30,10 @@ def main() -> int:
     check = parser.parse_args().check
     # Other packages that happen to be installed here have no place in our tables.
     found = [item for item in discover.find() if item.distribution == "vllm-omni-patch"]
+    rows = discover.all_flags(found)
     blocks: dict[str, Callable[[], str]] = {
-        "flags": lambda: flags_table.markdown(discover.all_flags(found)),
+        "flags": lambda: flags_table.markdown([flag for flag in rows if not flag.internal]),
+        "internal flags": lambda: flags_table.markdown([flag for flag in rows if flag.internal]),
         "releases": lambda: releases(found),
         "live": live,
         "metrics": metrics,

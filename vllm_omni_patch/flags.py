@@ -32,6 +32,7 @@ class Flag:
     text shown to users for the accepted values; it is made from the type when left empty. ``minimum``/``maximum``
     are inclusive unless ``exclusive_minimum`` is set. An empty value is the same as an unset one. ``removed_choices``
     are (value, what to use instead) of choices that are gone: the default is used and :func:`removed_in` tells it.
+    ``internal``: no user sets it for this package's sake. The package sets it itself, or it belongs to another product.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Flag:
     accepts: str = ""
     check: Callable[[Any], Any] | None = field(default=None, compare=False)
     removed_choices: tuple[tuple[str, str], ...] = ()
+    internal: bool = False
 
     def accepted(self) -> str:
         """The accepted values, in words."""
@@ -174,15 +176,14 @@ RUN_DIR = Flag(
     "Folder through which the processes of one engine pass their metrics to the API server. Made by the first process "
     "and inherited by its children; set it only where they do not inherit the environment, and then to a new one for "
     "each run: numbers of an earlier run that are found in it are added up.",
-)
-CACHE_DIR = Flag(
-    "VLLM_OMNI_PATCH_CACHE_DIR",
-    "path",
-    "",
-    "Folder in which 'vllm-omni-patch matrix' keeps the source text of releases that it fetched. Unset: "
-    "vllm-omni-patch in the user's cache folder.",
+    internal=True,
 )
 
 # Variables of the loader's own that are gone; a patch's are in ``Patch.removed``.
-CORE_REMOVED: tuple[Removed, ...] = ()
-CORE: tuple[Flag, ...] = (SWITCH, STRICT, UNLISTED, REPORT_DIR, RUN_DIR, CACHE_DIR)
+CORE_REMOVED = (
+    Removed(
+        "VLLM_OMNI_PATCH_CACHE_DIR",
+        "Use 'vllm-omni-patch matrix --cache DIR', or XDG_CACHE_HOME for the caches of all programs.",
+    ),
+)
+CORE: tuple[Flag, ...] = (SWITCH, STRICT, UNLISTED, REPORT_DIR, RUN_DIR)

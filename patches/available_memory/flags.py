@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables of this patch. Those under upstream's names keep upstream's meaning and default."""
+"""The environment variables of this patch. Those under upstream's names keep upstream's meaning and default.
+
+What vllm-neuron and the Neuron SDK define for themselves, and the budget only reads, is ``internal``.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,14 @@ CPU_COMPILE = Flag(
     "bool",
     False,
     "Neuron: compile on a host without a device, for NEURON_PLATFORM_TARGET_OVERRIDE.",
+    internal=True,
 )
 CPU_MODE = Flag(
     "VLLM_NEURON_CPU_MODE",
     "bool",
     False,
     "Neuron: run on the host CPU; KV comes from host memory, shared fairly between the workers of this host.",
+    internal=True,
 )
 PLATFORM_TARGET = Flag(
     "NEURON_PLATFORM_TARGET_OVERRIDE",
@@ -40,6 +45,7 @@ PLATFORM_TARGET = Flag(
     "",
     "Neuron: the platform compiled for (trn1, inf2, trn2, trn3 and their variants). Needed with "
     "VLLM_NEURON_CPU_COMPILE.",
+    internal=True,
 )
 LOGICAL_NC_CONFIG = Flag(
     "NEURON_LOGICAL_NC_CONFIG",
@@ -50,6 +56,7 @@ LOGICAL_NC_CONFIG = Flag(
     minimum=1,
     maximum=2,
     accepts="1 or 2",
+    internal=True,
 )
 VIRTUAL_CORE_SIZE = Flag(
     "NEURON_RT_VIRTUAL_CORE_SIZE",
@@ -59,6 +66,7 @@ VIRTUAL_CORE_SIZE = Flag(
     minimum=1,
     maximum=2,
     accepts="1 or 2",
+    internal=True,
 )
 
 COMPILED_ARTIFACTS = Flag(
@@ -67,6 +75,7 @@ COMPILED_ARTIFACTS = Flag(
     "",
     "Neuron: folder of the compiled programs. What the KV budget was made of is left there for the other side (compile "
     "host or device) to compare.",
+    internal=True,
 )
 COMPILE_CACHE_URL = Flag(
     "NEURON_COMPILE_CACHE_URL",
@@ -74,6 +83,7 @@ COMPILE_CACHE_URL = Flag(
     "",
     "Neuron: folder of the compiler's cache; used in the same way where NEURON_COMPILED_ARTIFACTS is unset. What is "
     "behind an s3:// address cannot be compared.",
+    internal=True,
 )
 
 POLICY = Flag(
@@ -85,13 +95,6 @@ POLICY = Flag(
     choices=("cap", "need"),
     removed_choices=(("headroom", f"Set {CAP_FRACTION.name} for the room that KV may take."),),
 )
-UNIQUE_STORAGE = Flag(
-    "VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE",
-    "bool",
-    False,
-    "Count each tensor storage of the model once (tied weights, views, a drafter that shares the embedding) instead of "
-    "summing tensors as vllm-neuron 0.21 and later do. Set it alike on the compile host and the device.",
-)
 USED_BYTES = Flag(
     "VLLM_OMNI_PATCH_NEURON_USED_BYTES",
     "choice",
@@ -100,20 +103,6 @@ USED_BYTES = Flag(
     "reports, KV that is laid out already included. auto: model; where the inference library has laid out KV while "
     "the model loaded, its blocks are the budget and nothing is subtracted.",
     choices=("auto", "model", "runtime"),
-)
-LNC1_FAIR_SHARE = Flag(
-    "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE",
-    "bool",
-    False,
-    "With one physical core per logical core on trn2 and trn3, two logical cores share one HBM stack: give each half "
-    "of it. Off: the whole stack, as the original design has it.",
-)
-HOST_REPLICAS = Flag(
-    "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS",
-    "int",
-    None,
-    "Neuron CPU mode: engine replicas that share this host. Unset: parallel_config.data_parallel_size_local.",
-    minimum=1,
 )
 
 NEURON_FLAGS = (
@@ -127,15 +116,24 @@ NEURON_FLAGS = (
     COMPILED_ARTIFACTS,
     COMPILE_CACHE_URL,
     POLICY,
-    UNIQUE_STORAGE,
     USED_BYTES,
-    LNC1_FAIR_SHARE,
-    HOST_REPLICAS,
 )
 
 REMOVED = (
     Removed("VLLM_OMNI_PATCH_NEURON_HEADROOM_GIB", f"Set {CAP_FRACTION.name} for the room that KV may take."),
     Removed("VLLM_OMNI_PATCH_NEURON_CALIBRATION", f"Set {CAP_FRACTION.name} to the cap fraction that compiled."),
+    Removed(
+        "VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE",
+        "Tensors are summed as vllm-neuron does; where tied weights count twice, raise --gpu-memory-utilization.",
+    ),
+    Removed(
+        "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE",
+        "Halve --gpu-memory-utilization where two logical cores share one HBM stack; the budget is the same.",
+    ),
+    Removed(
+        "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS",
+        "Divide --gpu-memory-utilization by the number of engines on this host; the budget is the same.",
+    ),
 )
 
 GPU_BUDGET = Flag(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm_omni_patch.patch import Contract, Patch, Target
 
 from .families.targets import TARGETS as OWNERS
-from .flags import FLAGS
+from .flags import FLAGS, REMOVED
 from .uses import CACHE, USES
 
 _ROOM = "vllm_omni_patch.patches.model_local_kv"
@@ -99,5 +99,6 @@ PATCH = Patch(
         CACHE,
     ),
     flags=FLAGS,
+    removed=REMOVED,
     uses=USES,
 )

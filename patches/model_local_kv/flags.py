@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_omni_patch.flags import Flag
+from vllm_omni_patch.flags import Flag, Removed
 
 OBSERVE = Flag(
     "VLLM_OMNI_PATCH_OBSERVE_KV",
@@ -12,13 +12,10 @@ OBSERVE = Flag(
     "Follow the transformers caches that live in the process, measure them while serving and compare them with what "
     "is declared.",
 )
-INTERVAL = Flag(
-    "VLLM_OMNI_PATCH_OBSERVE_KV_INTERVAL",
-    "float",
-    1.0,
-    "Seconds between two measurements. Stretched by itself so that measuring stays below 1 % of the time.",
-    minimum=0.01,
-    maximum=3600,
+FLAGS: tuple[Flag, ...] = (OBSERVE,)
+REMOVED = (
+    Removed(
+        "VLLM_OMNI_PATCH_OBSERVE_KV_INTERVAL",
+        "Caches are measured once a second, and less often where that would take more than 1 % of the time.",
+    ),
 )
-
-FLAGS: tuple[Flag, ...] = (OBSERVE, INTERVAL)

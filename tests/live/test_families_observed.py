@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from support import omni_caches as omni
 from support.omni_caches import MiB
 from vllm_omni_patch.patches.model_local_kv import hooks
-from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL, OBSERVE
+from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
 from vllm_omni_patch.patches.model_local_kv.observe import watch
 
 RELEASE = omni.omni_release()
@@ -43,7 +43,7 @@ class Runner:
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """``served(requests, frames)``: one decode call; ``served.rows()``: declared against observed after it."""
     monkeypatch.setenv(OBSERVE.name, "1")
-    monkeypatch.setenv(INTERVAL.name, "0.05")
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.05)
     process = watch.Watch()
     monkeypatch.setattr(hooks, "WATCH", process)
     config = omni.qwen3_config(tmp_path)

@@ -117,7 +117,7 @@ def test_on_the_declared_cache_is_reported_and_tokens_and_budget_are_the_same(ru
 
 def test_observed_declared_and_undeclared_both_show_up(run: Callable[..., Run]) -> None:
     off = run(None)
-    seen = run("model_local_kv", VLLM_OMNI_PATCH_OBSERVE_KV="1", VLLM_OMNI_PATCH_OBSERVE_KV_INTERVAL="0.02")
+    seen = run("model_local_kv", VLLM_OMNI_PATCH_OBSERVE_KV="1")
     assert seen.tokens == off.tokens
     assert seen.cache_size == off.cache_size
     assert seen.report is not None

@@ -121,7 +121,7 @@ def house(tmp_path, monkeypatch, served):
         monkeypatch.delitem(sys.modules, name)
     for flag in (flags.SWITCH, flags.UNLISTED):
         monkeypatch.delenv(flag.name, raising=False)
-    monkeypatch.setenv(flags.CACHE_DIR.name, str(cache))
+    monkeypatch.setattr(releases, "cache_folder", lambda chosen=None: chosen or cache)
     table.load.cache_clear()
     return site
 

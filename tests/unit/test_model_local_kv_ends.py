@@ -19,7 +19,6 @@ from test_model_local_kv_hooks import Base, Decoder, process  # noqa: F401
 
 from vllm_omni_patch import flags
 from vllm_omni_patch.patches.model_local_kv import hooks
-from vllm_omni_patch.patches.model_local_kv.flags import INTERVAL
 from vllm_omni_patch.patches.model_local_kv.observe import watch
 
 ROW = 2 * 256 * 1024 * 2
@@ -80,7 +79,7 @@ if __name__ == "__main__":
 def test_a_process_that_ends_at_once_leaves_what_it_held(how: str, method: str, tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(CODE.format(here=os.path.dirname(__file__)))
-    env = {**os.environ, INTERVAL.name: "3600", flags.REPORT_DIR.name: str(tmp_path / "reports")}
+    env = {**os.environ, flags.REPORT_DIR.name: str(tmp_path / "reports")}
     done = subprocess.run([sys.executable, str(script), how, method], env=env, capture_output=True, text=True)
     (file,) = (tmp_path / "reports").glob("model-local-kv-*.json")
     data = json.loads(file.read_text())
@@ -94,7 +93,6 @@ def test_a_peak_that_rises_too_soon_for_a_write_is_written_when_one_is_due(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv(INTERVAL.name, "1.0")
     monkeypatch.setenv(flags.REPORT_DIR.name, str(tmp_path))
     now = 1000.0
     monkeypatch.setattr(watch.time, "monotonic", lambda: now)

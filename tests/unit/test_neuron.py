@@ -63,10 +63,7 @@ def by_name(result: Any) -> dict[str, Any]:
         *(("NEURON_LOGICAL_NC_CONFIG", value, "1 or 2") for value in ("0", "3", "1.0", "x", "nan")),
         ("NEURON_RT_VIRTUAL_CORE_SIZE", "4", "1 or 2"),
         ("VLLM_OMNI_PATCH_NEURON_POLICY", "best", "cap, need"),
-        ("VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE", "some", "true"),
         ("VLLM_OMNI_PATCH_NEURON_USED_BYTES", "guess", "auto, model, runtime"),
-        ("VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE", "half", "true"),
-        *(("VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS", value, "whole number >= 1") for value in ("0", "1.5", "x")),
     ],
 )
 def test_a_bad_value_names_variable_value_and_range(name: str, bad: str, accepted: str) -> None:
@@ -167,13 +164,8 @@ ROWS = [
     (31, 10, 0.9, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}, 10_436_770_529),
     (32, 10, 0.9, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn1"}, 4_638_564_679),
     (33, 5, 0.9, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 6_957_847_019),
-    (
-        34,
-        5,
-        0.9,
-        {"NEURON_LOGICAL_NC_CONFIG": "1", "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE": "1"},
-        3_478_923_509,
-    ),
+    # Half of a stack that two cores share: half of the utilisation.
+    (34, 5, 0.45, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 3_478_923_509),
 ]
 CORE_GIB = {"trn1": 16, "trn2": 24, "trn3": 36}
 
@@ -362,16 +354,10 @@ def test_used_bytes_can_be_chosen() -> None:
         decide(WorkerView(0.9, object()), TRN2, {name: "model"})
 
 
-def test_unique_storage_is_a_switch_and_recorded() -> None:
+def test_tied_weights_over_two_parameters_count_twice() -> None:
     twice = model(9 * GIB)
     twice.again = torch.nn.Parameter(twice.weight.detach(), requires_grad=False)
-    switch = {"VLLM_OMNI_PATCH_NEURON_UNIQUE_STORAGE": "1"}
-    summed, unique = decide(WorkerView(0.9, twice), stats(20, 4), {}), decide(WorkerView(0.9, twice), TRN2, switch)
-    assert by_name(summed)["weights"].value == 18 * GIB
-    assert by_name(unique)["weights"].value == 9 * GIB
-    assert "each storage once" in by_name(unique)["weights"].source
-    compiled = decide(WorkerView(0.9, twice), no_runtime, {**COMPILE, **switch})
-    assert compiled.report.kv_bytes == unique.report.kv_bytes
+    assert by_name(decide(WorkerView(0.9, twice), stats(20, 4), {}))["weights"].value == 18 * GIB
 
 
 def test_a_drafter_counts() -> None:
@@ -442,15 +428,13 @@ def test_scenario_s8(tmp_path: Path) -> None:
 
 
 def test_replicas_share_the_host(tmp_path: Path) -> None:
+    """Those that vLLM does not know of are told by a part of the utilisation; the budget is the same."""
     host(tmp_path, 256)
     one = decide(view(local_workers=2), no_runtime, CPU_MODE, tmp_path)
     two = decide(view(local_workers=2, replicas=2), no_runtime, CPU_MODE, tmp_path)
-    told = decide(
-        view(local_workers=2), no_runtime, {**CPU_MODE, "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS": "2"}, tmp_path
-    )
+    told = decide(view(gmu=0.45, local_workers=2), no_runtime, CPU_MODE, tmp_path)
     assert one.report.kv_bytes > two.report.kv_bytes == told.report.kv_bytes
     assert two.report.kv_bytes * 4 <= 256 * GIB
-    assert by_name(told)["replicas"].source == "VLLM_OMNI_PATCH_NEURON_HOST_REPLICAS"
 
 
 def test_cpu_mode_has_no_minimum_but_checks_the_cap(tmp_path: Path) -> None:

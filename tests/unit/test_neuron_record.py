@@ -133,7 +133,6 @@ def test_the_same_found_by_the_compile_host_before_it_compiles(sides: Sides) -> 
         ({}, {CAP: "0.2"}, "cap_fraction"),
         ({"VLLM_OMNI_PATCH_NEURON_POLICY": "need"}, {}, "policy"),
         ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}, {}, "platform"),
-        ({"NEURON_LOGICAL_NC_CONFIG": "1", "VLLM_OMNI_PATCH_NEURON_LNC1_FAIR_SHARE": "1"}, {}, "HBM"),
     ],
 )
 def test_a_setting_on_one_side_only_stops_the_device(

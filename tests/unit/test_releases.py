@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from support import package_index
-from vllm_omni_patch import flags
 from vllm_omni_patch.code import installed, releases
 from vllm_omni_patch.code.releases import ReleaseError, fetch, open_installed, parse_spec, read_path
 
@@ -149,11 +148,8 @@ def test_a_damaged_cache_mends_itself(index, tmp_path):
 
 
 def test_where_the_cache_is(tmp_path, monkeypatch):
-    monkeypatch.delenv(flags.CACHE_DIR.name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert releases.cache_folder() == tmp_path / "xdg" / "vllm-omni-patch" / "releases"
-    monkeypatch.setenv(flags.CACHE_DIR.name, str(tmp_path / "ours"))
-    assert releases.cache_folder() == tmp_path / "ours"
     assert releases.cache_folder(tmp_path / "given") == tmp_path / "given"
 
 

@@ -20,7 +20,6 @@ from typing import Protocol
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from vllm_omni_patch import flags
 from vllm_omni_patch.code import installed
 from vllm_omni_patch.code.source import SourceView
 
@@ -219,12 +218,9 @@ def open_installed(distribution: str, module: str = "") -> Release | None:
 
 
 def cache_folder(chosen: str | Path | None = None) -> Path:
-    """Where fetched text is kept: ``chosen``, else ``VLLM_OMNI_PATCH_CACHE_DIR``, else the user's cache folder."""
+    """Where fetched text is kept: ``chosen``, else ``vllm-omni-patch/releases`` in the user's cache folder."""
     if chosen:
         return Path(chosen)
-    configured = flags.read(flags.CACHE_DIR)
-    if configured:
-        return Path(configured)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "vllm-omni-patch" / "releases"
 

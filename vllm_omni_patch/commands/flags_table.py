@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of environment variables, for people and for machines. The docs page is made from :func:`markdown`."""
+"""The table of environment variables, for people and for machines. The docs pages are made from :func:`markdown`.
+
+Rows that are ``internal`` stand on a page of their own; here the caller chooses what to show.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,15 @@ def markdown(rows: Sequence[Flag]) -> str:
 
 
 def as_json(rows: Sequence[Flag]) -> str:
-    """A list of objects with name, type, default, accepts and help."""
+    """A list of objects with name, type, default, accepts, help and internal."""
     return json.dumps(
-        [{"name": f.name, "type": f.type, "default": f.default, "accepts": f.accepted(), "help": f.help} for f in rows],
+        [
+            {
+                **{"name": f.name, "type": f.type, "default": f.default, "accepts": f.accepted(), "help": f.help},
+                "internal": f.internal,
+            }
+            for f in rows
+        ],
         indent=1,
         default=str,
     )

@@ -101,12 +101,15 @@ def status(
 @app.command("flags")
 def list_flags(
     output: Annotated[Format, typer.Option("--format", help="text, markdown or json.")] = Format.text,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also those that this package sets itself or only reads.")
+    ] = False,
 ) -> None:
-    """List every environment variable with its type, default, accepted values and meaning."""
+    """List the environment variables with type, default, accepted values and meaning."""
     from vllm_omni_patch.commands import flags_table
     from vllm_omni_patch.loading import discover
 
-    rows = discover.all_flags(discover.find())
+    rows = [flag for flag in discover.all_flags(discover.find()) if everything or not flag.internal]
     typer.echo({"text": flags_table.text, "markdown": flags_table.markdown, "json": flags_table.as_json}[output](rows))
 
 

@@ -68,7 +68,7 @@ def matrix(
         list[str] | None, typer.Option(help="Only this patch. May be repeated. Default: those that are asked for.")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Folder for the text of fetched releases.", envvar=flags.CACHE_DIR.name)
+        Path | None, typer.Option(help="Folder for the text of fetched releases. Default: in the user's cache folder.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="With --update or --check: the matrix file.")] = None,
 ) -> None:

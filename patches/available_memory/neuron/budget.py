@@ -88,10 +88,7 @@ class Settings:
     target: str
     lnc: int | None
     policy: str
-    unique_storage: bool
     used_from: str
-    fair_share: bool
-    host_replicas: int | None
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -116,10 +113,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         target=read(settings.PLATFORM_TARGET),
         lnc=older if lnc is None else lnc,
         policy=read(settings.POLICY),
-        unique_storage=read(settings.UNIQUE_STORAGE),
         used_from=read(settings.USED_BYTES),
-        fair_share=read(settings.LNC1_FAIR_SHARE),
-        host_replicas=read(settings.HOST_REPLICAS),
     )
     if result.cpu_compile and result.cpu_mode:
         raise RuntimeError("VLLM_NEURON_CPU_COMPILE and VLLM_NEURON_CPU_MODE exclude each other; unset one of them.")
@@ -155,7 +149,7 @@ def decide(
     inputs: list[Input] = []
     warnings: list[str] = []
     if env.cpu_compile:
-        hbm = static_core_hbm(env.target, env.lnc, env.fair_share)
+        hbm = static_core_hbm(env.target, env.lnc)
         if view.num_gpu_blocks_override is not None:
             inputs.append(Input("device_total", hbm.bytes, hbm.source))
             return _explicit_blocks(view, hbm.bytes, "device_total", inputs, "compile host")
@@ -170,7 +164,7 @@ def decide(
         if known is None:
             return _own_number(view, runtime_used, runtime_free, inputs)
         used = known
-        hbm = device_core_hbm(runtime_used + runtime_free, env.target, env.lnc, env.fair_share)
+        hbm = device_core_hbm(runtime_used + runtime_free, env.target, env.lnc)
     if hbm.warning:
         warnings.append(hbm.warning)
     inputs.insert(0, Input("device_total", hbm.bytes, hbm.source, "configured" if env.cpu_compile else "measured"))
@@ -281,7 +275,7 @@ def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -
             f"{settings.USED_BYTES.name}=runtime needs a device, and VLLM_NEURON_CPU_COMPILE has none. Use auto or "
             "model here and on the device."
         )
-    counted = _count(view, env)
+    counted = _count(view)
     if counted is None or (counted.parameters == 0 and env.used_from == "auto"):
         raise RuntimeError(
             "The bytes of the model are not known on this host: the host model has no parameters (NxD Inference keeps "
@@ -296,7 +290,7 @@ def _used_on_device(
     view: WorkerView, env: Settings, runtime_used: int, inputs: list[Input], warnings: list[str]
 ) -> int | None:
     """Bytes of the model, or of all that is in use where that is asked for; ``None`` where neither may be said."""
-    counted = None if env.used_from == "runtime" else _count(view, env)
+    counted = None if env.used_from == "runtime" else _count(view)
     if counted is not None and (counted.parameters > 0 or env.used_from == "model"):
         inputs.append(Input.measured("weights", counted.total, counted.source))
         if runtime_used - counted.total > GAP_WORTH_A_NOTE:
@@ -314,10 +308,10 @@ def _used_on_device(
     return runtime_used
 
 
-def _count(view: WorkerView, env: Settings) -> ModelBytes | None:
+def _count(view: WorkerView) -> ModelBytes | None:
     """``None`` where the model is not a torch module, so that nothing can be counted."""
     try:
-        return model_bytes(view.model, view.drafter, env.unique_storage)
+        return model_bytes(view.model, view.drafter)
     except TypeError:
         return None
 
@@ -360,15 +354,12 @@ def _need(view: WorkerView) -> tuple[int, list[Input]]:
 
 def _cpu_mode(view: WorkerView, env: Settings, host_root: str | os.PathLike[str]) -> NeuronBudget:
     memory = host_memory(host_root)
-    replicas, source = view.replicas, view.replicas_source
-    if env.host_replicas is not None:
-        replicas, source = env.host_replicas, settings.HOST_REPLICAS.name
-    workers = max(view.local_workers, 1) * max(replicas, 1)
+    workers = max(view.local_workers, 1) * max(view.replicas, 1)
     gmu = view.gpu_memory_utilization
     inputs = [
         Input.measured("host_available", memory.available, memory.source),
         Input("local_workers", view.local_workers, view.local_workers_source, "configured", "workers"),
-        Input("replicas", replicas, source, "configured", "engines"),
+        Input("replicas", view.replicas, view.replicas_source, "configured", "engines"),
         Input("gpu_memory_utilization", gmu, "cache_config", "configured", "ratio"),
         Input("cap_fraction", env.cap, settings.CAP_FRACTION.name, "configured", "ratio"),
     ]

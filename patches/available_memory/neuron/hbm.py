@@ -20,8 +20,9 @@ SNAP_BYTES = 64 * MIB
 class HbmPlatform:
     """A family of targets. ``core_gib`` is the HBM (GiB) that one logical core is given by the table.
 
-    ``cores_at_lnc1``: logical cores that share those GiB when a logical core is one physical core. ``lncs``: sizes of
-    a logical core, in physical cores, that the family has; the first is its default.
+    ``cores_at_lnc1``: logical cores that share those GiB when a logical core is one physical core; each is given all of
+    them, as the determine_available_memory design has it (section 4, ``get_total_available_memory``). ``lncs``: sizes
+    of a logical core, in physical cores, that the family has; the first is its default.
     """
 
     family: str
@@ -95,55 +96,44 @@ def platform_of(target: str) -> HbmPlatform:
     raise RuntimeError(f"NEURON_PLATFORM_TARGET_OVERRIDE {what}; use one of {known}.")
 
 
-def static_core_hbm(target: str, lnc: int | None, fair_share: bool) -> CoreHbm:
+def static_core_hbm(target: str, lnc: int | None) -> CoreHbm:
     """HBM of a logical core of ``target`` from the table: what a host without a device uses.
 
     ``lnc`` is the configured size of a logical core in physical cores, ``None`` for the family's default.
-    ``fair_share`` divides a stack that several logical cores share at LNC 1; without it each is given all of it, as
-    the determine_available_memory design has it (section 4, ``get_total_available_memory``).
 
     Raises:
         RuntimeError: unknown target, or an LNC that the family does not have.
     """
     platform = platform_of(target)
     lnc = _lnc_of(platform, lnc)
-    total, shared = _share(platform.core_bytes, platform, lnc, fair_share)
-    return CoreHbm(total, f"table, {platform.family}: {platform.source}{shared}", platform, lnc)
+    return CoreHbm(platform.core_bytes, f"table, {platform.family}: {platform.source}", platform, lnc)
 
 
-def device_core_hbm(reported: int, target: str, lnc: int | None, fair_share: bool) -> CoreHbm:
+def device_core_hbm(reported: int, target: str, lnc: int | None) -> CoreHbm:
     """HBM of the visible logical core, of which the runtime reports ``reported`` bytes (used + free).
 
     Within ``SNAP_BYTES`` of the table's figure the table's is used, so that the compile host's block count is met;
     otherwise the runtime's, with a warning. Without ``target`` the family is the one whose figure is that near.
 
     Raises:
-        RuntimeError: unknown ``target``; an LNC that the family does not have; a fair share is asked for and nothing
-            tells how many logical cores share the memory.
+        RuntimeError: unknown ``target``, or an LNC that the family does not have.
     """
     if target:
         platform: HbmPlatform | None = platform_of(target)
     else:
         platform = next((row for row in TABLE if abs(reported - row.core_bytes) <= SNAP_BYTES), None)
     if platform is None:
-        if fair_share and lnc != 2:
-            raise RuntimeError(
-                f"The Neuron runtime reports {reported} bytes, which is no known HBM size, so a fair share at LNC 1 "
-                "cannot be worked out. Set NEURON_PLATFORM_TARGET_OVERRIDE and NEURON_LOGICAL_NC_CONFIG."
-            )
         return CoreHbm(reported, "Neuron runtime, used + free", None, lnc, _off_table(reported, None))
     lnc = _lnc_of(platform, lnc)
     if abs(reported - platform.core_bytes) <= SNAP_BYTES:
-        total, shared = _share(platform.core_bytes, platform, lnc, fair_share)
         exact = "" if reported == platform.core_bytes else f"; the runtime reports {reported} bytes"
-        return CoreHbm(total, f"table, {platform.family}: {platform.source}{exact}{shared}", platform, lnc)
+        return CoreHbm(platform.core_bytes, f"table, {platform.family}: {platform.source}{exact}", platform, lnc)
     share = platform.core_bytes // platform.cores_at_lnc1
     if lnc == 1 and abs(reported - share) <= SNAP_BYTES:
-        # A runtime that divides the stack itself: dividing once more would halve it twice.
-        warning = "" if fair_share else _off_table(reported, platform)
-        return CoreHbm(share, f"table, {platform.family}, fair share as the runtime reports it", platform, lnc, warning)
-    total, shared = _share(reported, platform, lnc, fair_share)
-    return CoreHbm(total, f"Neuron runtime, used + free{shared}", platform, lnc, _off_table(reported, platform))
+        # A runtime that divides the stack between its cores itself.
+        source = f"table, {platform.family}, one of {platform.cores_at_lnc1} logical cores of a stack"
+        return CoreHbm(share, source, platform, lnc, _off_table(reported, platform))
+    return CoreHbm(reported, "Neuron runtime, used + free", platform, lnc, _off_table(reported, platform))
 
 
 def _lnc_of(platform: HbmPlatform, lnc: int | None) -> int:
@@ -155,12 +145,6 @@ def _lnc_of(platform: HbmPlatform, lnc: int | None) -> int:
             f"{' or '.join(map(str, platform.lncs))}."
         )
     return lnc
-
-
-def _share(total: int, platform: HbmPlatform, lnc: int, fair_share: bool) -> tuple[int, str]:
-    if fair_share and lnc == 1 and platform.cores_at_lnc1 > 1:
-        return total // platform.cores_at_lnc1, f", one of {platform.cores_at_lnc1} logical cores of a stack"
-    return total, ""
 
 
 def _off_table(reported: int, platform: HbmPlatform | None) -> str:

@@ -31,38 +31,31 @@ class ModelBytes:
     total: int
     parameters: int
     drafter: int
-    unique_storage: bool
 
     @property
     def source(self) -> str:
         """How it was counted, in words."""
-        how = "each storage once" if self.unique_storage else "sum over tensors"
-        return f"model parameters and buffers, {how}" + (", drafter included" if self.drafter else "")
+        return "model parameters and buffers, sum over tensors" + (", drafter included" if self.drafter else "")
 
 
-def model_bytes(model: Any, drafter: Any = None, unique_storage: bool = False) -> ModelBytes:
+def model_bytes(model: Any, drafter: Any = None) -> ModelBytes:
     """Bytes held by ``model`` and ``drafter`` (``torch.nn.Module`` or ``None``).
 
-    By default the sum of ``nbytes`` over ``parameters()`` and ``buffers()`` of each of the two, as vllm-neuron 0.21 and
-    later count (determine_available_memory design, section 4): two parameters over one storage count twice, and a
-    drafter that shares the embedding counts it again. ``unique_storage`` counts the storage behind each tensor once,
-    over both models; a small view then counts as the storage it keeps alive.
+    The sum of ``nbytes`` over ``parameters()`` and ``buffers()`` of each of the two, as vllm-neuron 0.21 and later
+    count (determine_available_memory design, section 4): two parameters over one storage count twice, and a drafter
+    that shares the embedding counts it again.
 
     Raises:
         RuntimeError: a parameter or buffer is uninitialized, so that its size is not known yet.
         TypeError: ``model`` has no parameters to ask for.
     """
-    seen: set[object] = set()
+    parameters, buffers = _bytes_of(model, "parameters"), _bytes_of(model, "buffers")
+    extra = 0 if drafter is None else _bytes_of(drafter, "parameters") + _bytes_of(drafter, "buffers")
+    return ModelBytes(parameters + buffers + extra, parameters, extra)
 
-    def size(name: str, tensor: Any) -> int:
-        return _unique_bytes(name, tensor, seen) if unique_storage else tensor_bytes(name, tensor)
 
-    parameters = sum(size(name, tensor) for name, tensor in _named(model, "parameters"))
-    buffers = sum(size(name, tensor) for name, tensor in _named(model, "buffers"))
-    extra = 0
-    if drafter is not None:
-        extra = sum(size(name, tensor) for kind in ("parameters", "buffers") for name, tensor in _named(drafter, kind))
-    return ModelBytes(parameters + buffers + extra, parameters, extra, unique_storage)
+def _bytes_of(model: Any, kind: str) -> int:
+    return sum(tensor_bytes(name, tensor) for name, tensor in _named(model, kind))
 
 
 def tensor_bytes(name: str, tensor: Any) -> int:
@@ -73,23 +66,6 @@ def tensor_bytes(name: str, tensor: Any) -> int:
     """
     _check_initialized(name, tensor)
     return sum(int(part.nbytes) for part in _parts(tensor))
-
-
-def _unique_bytes(name: str, tensor: Any, seen: set[object]) -> int:
-    _check_initialized(name, tensor)
-    total = 0
-    for part in _parts(tensor):
-        try:
-            storage = part.untyped_storage()
-            # data_ptr() is 0 for every tensor on meta; the address of the storage object itself is not. The model keeps
-            # its storages, so no address is used twice while they are compared.
-            key, size = ("storage", storage._cdata), int(storage.nbytes())
-        except (RuntimeError, NotImplementedError):  # wrapper subclasses have no storage of their own
-            key, size = ("tensor", id(part)), int(part.nbytes)
-        if key not in seen:
-            seen.add(key)
-            total += size
-    return total
 
 
 def _parts(tensor: Any) -> list[Any]:

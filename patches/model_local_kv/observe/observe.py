@@ -24,6 +24,8 @@ from .measure import Held, StorageKey, is_pair, measure
 
 SHARE = 0.01
 """Part of the time that measuring may take."""
+INTERVAL_S = 1.0
+"""Seconds between two measurements, and between two writes; longer where they would take more than ``SHARE``."""
 
 _FRAMES = 40
 _SELVES = 3
@@ -103,7 +105,7 @@ class Observer:
     ``failures`` counts what went wrong in here, first with ``failure``: above 0, something may have been missed.
     """
 
-    def __init__(self, interval: float = 1.0, on_round: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, interval: float = INTERVAL_S, on_round: Callable[[bool], None] | None = None) -> None:
         self.interval = interval
         self.on_round = on_round
         self.peaks: dict[Hashable, Peak] = {}

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-from vllm_omni_patch import flags, ledger
+from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
 
 from .. import report
 from ..collect import modules, unwrap
-from ..flags import INTERVAL
 from ..suspects import Suspect, find, merge
-from .observe import SHARE, Observer, follows_class
+from .observe import INTERVAL_S, SHARE, Observer, follows_class
 from .reconcile import Assignment, Group, Row, reconcile
 
 WALK_FIRST, WALK_EVERY = 1.0, 30.0
@@ -63,12 +62,11 @@ class Watch:
         """Follow the instances of ``cache_class`` from now on; returns the undo.
 
         Raises:
-            FlagError: the interval is not accepted.
             RuntimeError: the class makes or ends its instances in its own way.
         """
         with self._lock:
             self.stop()  # of a class that a reload has replaced
-            observer = Observer(flags.read(INTERVAL), self._round)
+            observer = Observer(INTERVAL_S, self._round)
             self._undo = observer.install(cache_class)
             self._observer = observer
             for load in self.loads()[-1:]:
@@ -205,7 +203,7 @@ class Watch:
         )
         ledger.write_report("model-local-kv", document)
         now = time.monotonic()
-        self._write_at = now + max(flags.read(INTERVAL), (now - start) / SHARE)
+        self._write_at = now + max(INTERVAL_S, (now - start) / SHARE)
         return document
 
     def _say_failure(self, observer: Observer) -> None:
