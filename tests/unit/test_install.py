@@ -154,18 +154,6 @@ def test_a_user_install_lays_them_in_the_users_site_folder(built: Path, tmp_path
     assert laid(site) == set()
 
 
-def test_a_startup_file_that_is_left_behind_is_silent(venv: Venv, built: Path) -> None:
-    venv.pip("install", "-q", "--no-deps", next(built.glob("*.whl")))
-    shutil.rmtree(venv.site / "vllm_omni_patch")
-    (venv.site / "vllm_omni_patch").mkdir()
-    for flag in ("1", "0"):
-        done = subprocess.run(
-            [str(venv.python), "-c", "print('fine')"],
-            env={**os.environ, "VLLM_OMNI_PATCH": flag}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
-
-
 def test_the_floor_of_wrapt_lets_opentelemetry_in() -> None:
     """LMCache 0.5.6 asks for opentelemetry-api<=1.40, whose auto-instrumentation (0.61b0) asks for wrapt<2."""
     text = (ROOT / "setup.cfg").read_text()

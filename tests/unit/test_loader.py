@@ -169,37 +169,25 @@ def test_a_vendor_that_has_it_already_is_native(house: House) -> None:
     assert "has it" in reason
 
 
-def test_an_assignment_without_effect_is_refused(probe: House) -> None:
+@pytest.mark.parametrize(
+    ("setattr_body", "state", "reason"),
+    [("pass", "skipped", "the hook had no effect"), ("raise TypeError('frozen')", "failed", "TypeError: frozen")],
+)
+def test_an_attribute_that_cannot_be_set_stays(probe: House, setattr_body: str, state: str, reason: str) -> None:
     probe.write(
         "vllm/worker.py",
-        """
-        class Deaf(type):
+        f"""
+        class Meta(type):
             def __setattr__(cls, name, value):
-                pass
-        class Worker(metaclass=Deaf):
+                {setattr_body}
+        class Worker(metaclass=Meta):
             def load(self, name): return name
         STOCK = vars(Worker)["load"]
     """,
     )
-    state, reason = refuse(probe)
-    assert state == "skipped"
-    assert "had no effect" in reason
-
-
-def test_an_attribute_that_cannot_be_set_fails_and_stays(probe: House) -> None:
-    probe.write(
-        "vllm/worker.py",
-        """
-        class Frozen(type):
-            def __setattr__(cls, name, value):
-                raise TypeError("frozen")
-        class Worker(metaclass=Frozen):
-            def load(self, name): return name
-        STOCK = vars(Worker)["load"]
-    """,
-    )
-    state, reason = refuse(probe)
-    assert (state, reason) == ("failed", "TypeError: frozen")
+    found = refuse(probe)
+    assert found[0] == state
+    assert reason in found[1]
 
 
 def test_an_unlisted_release_is_refused_and_can_be_forced(probe: House) -> None:
@@ -233,7 +221,7 @@ def test_an_installer_that_does_nothing_is_not_called_applied(house: House) -> N
     assert refuse(house)[0] == "skipped"
 
 
-def test_a_verify_that_says_no_takes_the_hook_out(house: House) -> None:
+def test_a_verify_that_says_no_uninstalls_the_hook(house: House) -> None:
     house.write("vllm/worker.py", worker("def load(self, name): return name"))
     house.patch("probe", 'T("vllm.worker", "Worker.load", verify="probe.hooks:no")', [LOAD])
     assert refuse(house)[0] == "skipped"
@@ -260,7 +248,7 @@ def test_an_import_that_fails_keeps_its_own_error_and_is_hooked_when_it_works(pr
 # -- several patches, and other patchers
 
 
-def test_the_second_patch_on_an_attribute_is_refused_and_told_who_was_first(probe: House) -> None:
+def test_the_second_patch_on_an_attribute_is_skipped_and_names_the_first(probe: House) -> None:
     probe.patch("second", 'T("vllm.worker", "Worker.load"), T("vllm.worker", "helper")', [LOAD, "vllm.worker:helper"])
     done = probe.run(
         """
@@ -277,7 +265,7 @@ def test_the_second_patch_on_an_attribute_is_refused_and_told_who_was_first(prob
     ]
 
 
-def test_a_required_module_that_is_not_there_is_said_when_an_engine_starts(probe: House) -> None:
+def test_a_required_module_that_is_not_there_is_logged_when_an_engine_starts(probe: House) -> None:
     gone = "vllm.wroker:Worker.load"
     probe.patch("second", 'T("vllm.wroker", "Worker.load"), T("vllm.gone", "f", optional=True)')
     done = probe.run("import vllm.plugins; vllm.plugins.load_general_plugins()", STATES, flag="probe,second")
@@ -371,7 +359,7 @@ def test_a_later_replacement_is_no_longer_called_applied(traced: House) -> None:
     assert done.value[LOAD] == ["failed", "replaced after it was applied: replaced by tracer:load"]
 
 
-def test_where_the_original_is_still_reached_is_told(house: House) -> None:
+def test_where_the_original_is_still_reached_is_listed(house: House) -> None:
     helper = "vllm.worker:helper"
     house.patch("probe", 'T("vllm.worker", "helper"), T("vllm.worker", "Worker.load")', [LOAD, helper])
     done = house.run(
@@ -411,7 +399,7 @@ def test_a_group_whose_other_member_has_drifted_is_not_begun(house: House) -> No
     assert "group 'g'" in states[LOAD][1]
 
 
-def test_a_group_whose_later_member_fails_is_taken_out_again(house: House) -> None:
+def test_a_group_whose_later_member_fails_is_uninstalled(house: House) -> None:
     house.patch("probe", BOTH.format(', install="broken"'), [LOAD, EXECUTE])
     done = house.run(
         """
@@ -453,12 +441,6 @@ def test_each_member_of_a_group_is_judged_once_as_text_or_imported(house: House)
         ["imported", LOAD],
         ["imported", EXECUTE],
     ]
-
-
-def test_a_group_is_applied_across_modules(house: House) -> None:
-    house.patch("probe", BOTH.format(""), [LOAD, EXECUTE])
-    done = house.run("import vllm.worker, vllm.runner", STATES)
-    assert {state for state, _ in done.value.values()} == {"applied"}
 
 
 # -- patches from other packages
