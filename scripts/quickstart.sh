@@ -21,7 +21,7 @@ done
 if [ -z "$host_python" ]; then
     VENV="${VENV:-.venv}"
     # An environment that test.sh made has more than is needed here.
-    [ -f "$VENV/.ready" ] && "$VENV/bin/python" -c 'import vllm_omni_patch, lmcache, vllm, pytest' 2>/dev/null \
+    [ -f "$VENV/.ready" ] && "$VENV/bin/python" -c 'import vllm_omni_patch, vllm, pytest' 2>/dev/null \
         || make_venv "$VENV" lmcache
 else
     "$host_python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)' 2>/dev/null \
