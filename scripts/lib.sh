@@ -36,6 +36,8 @@ make_venv() {
     # LMCache has no build for Python 3.14 yet; without it the encoder cache works in memory and on disk.
     "$venv/bin/python" scripts/install_vllm.py "lmcache==$LMCACHE_RELEASE; python_version < '3.14'"
     say "installing vllm-omni-patch[$extras]"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --editable ".[$extras]"
+    # setuptools warns of editable installs in general.
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+        --editable ".[$extras]"
     printf '%s' "$stamp" > "$venv/.ready"
 }

@@ -3,8 +3,7 @@
 
 Every interpreter pays for this module while the flag is set, so there is little in it: the startup file calls
 :func:`activate`, which puts a finder into ``sys.meta_path`` that waits for a vLLM package. Stage 2 (``startup.py``) is
-known here by name only, as the startup file knows this module. On Python 3.15 and later the startup file names
-:func:`activate` and cannot look at the flag first: there, with the flag off, this module is imported and nothing else.
+known here by name only, as the startup file knows this module.
 """
 
 __version__ = "0.1.0"

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from support.ec_requests import Feature
+
+pytest.importorskip("torch")
+
 from vllm_omni_patch.patches.ec_connector.vllm import recompute, refusals
 from vllm_omni_patch.patches.ec_connector.vllm.items import Load
 

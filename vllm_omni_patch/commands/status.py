@@ -21,7 +21,7 @@ from vllm_omni_patch.loading import discover
 from vllm_omni_patch.telemetry import processes
 
 PACKAGES = ("vllm", "vllm_omni", "vllm_neuron", "lmcache")
-STARTUP_FILES = ("vllm_omni_patch.pth", "vllm_omni_patch.start")
+STARTUP_FILE = "vllm_omni_patch.pth"
 PLUGIN = "vllm_omni_patch"
 
 
@@ -61,17 +61,16 @@ def gather(report_dir: str | None = None) -> dict[str, Any]:
 
 
 def activation_paths() -> dict[str, Any]:
-    """The two ways in: startup files that Python reads, and the plugin entry point that vLLM sees."""
+    """The two ways in: the startup file that Python reads, and the plugin entry point that vLLM sees."""
     from importlib.metadata import entry_points
 
     read = {os.path.realpath(folder) for folder in _site_folders()}
-    suffix = ".start" if sys.version_info >= (3, 15) else ".pth"
+    reads = sys.version_info < (3, 18)  # from there on Python ignores such a line in a .pth file (PEP 829)
     files = []
     for folder in dict.fromkeys(os.path.abspath(p or ".") for p in [*sys.path, *_site_folders()]):
-        for name in STARTUP_FILES:
-            path = os.path.join(folder, name)
-            if os.path.isfile(path):
-                files.append({"path": path, "read": os.path.realpath(folder) in read and name.endswith(suffix)})
+        path = os.path.join(folder, STARTUP_FILE)
+        if os.path.isfile(path):
+            files.append({"path": path, "read": reads and os.path.realpath(folder) in read})
     points = [point for point in entry_points(group="vllm.general_plugins") if point.name == PLUGIN]
     allowed = os.environ.get("VLLM_PLUGINS")
     return {
