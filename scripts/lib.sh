@@ -31,13 +31,13 @@ make_venv() {
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         "$(find_python)" -m venv "$venv"
     fi
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --upgrade pip
     say "installing vLLM for CPU into $venv (some minutes, once)"
     # LMCache has no build for Python 3.14 yet; without it the encoder cache works in memory and on disk.
     "$venv/bin/python" scripts/install_vllm.py "lmcache==$LMCACHE_RELEASE; python_version < '3.14'"
     say "installing vllm-omni-patch[$extras]"
-    # setuptools warns of editable installs in general.
-    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+    # Twice quiet: errors only. setuptools warns of editable installs in general.
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts \
         --editable ".[$extras]"
     printf '%s' "$stamp" > "$venv/.ready"
 }
