@@ -123,10 +123,12 @@ def house(tmp_path, monkeypatch, served):
         monkeypatch.delenv(flag.name, raising=False)
     monkeypatch.setattr(releases, "cache_folder", lambda chosen=None: chosen or cache)
     table.load.cache_clear()
-    return site
+    yield site
+    discover.find.cache_clear()
 
 
 def run(*arguments: str) -> typer.testing.Result:
+    discover.find.cache_clear()  # each call stands for a process
     result = typer.testing.CliRunner().invoke(matrix.app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

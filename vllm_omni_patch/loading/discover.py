@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from vllm_omni_patch.flags import CORE, CORE_REMOVED, FALSE, TRUE, Flag, Removed
@@ -38,9 +39,10 @@ class Choice:
     unknown: tuple[str, ...] = ()
 
 
-def find() -> list[Found]:
+@lru_cache(maxsize=1)
+def find() -> tuple[Found, ...]:
     """Every declared patch: the loader's own, then ours, then others'. For one that cannot be imported, or whose
-    declaration is wrong, the result says why; nothing raises."""
+    declaration is wrong, the result says why; nothing raises. Looked up once in a process."""
     from importlib import metadata
 
     points: dict[tuple[str, str], metadata.EntryPoint] = {}
@@ -49,7 +51,7 @@ def find() -> list[Found]:
     found = [Found(own.NAME, OWN_DISTRIBUTION, own.PATCH)]
     for point in sorted(points.values(), key=_order):
         found.append(_load(point, found))
-    return found
+    return tuple(found)
 
 
 def choose(value: str, found: Sequence[Found]) -> Choice:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.loading import discover, loader
+from vllm_omni_patch.loading import discover
 from vllm_omni_patch.loading.apply import Refused
 from vllm_omni_patch.patch import Hook, Undo
 
@@ -41,8 +41,7 @@ def install(hook: Hook) -> Undo:
     stock = hook.original
     if not isinstance(stock, dict):
         raise Refused(f"{hook.target.name} is {type(stock).__name__}, not a dict")
-    here = loader.current()
-    found = discover.find() if here is None else here.found
+    found = discover.find()
     # Removed variables too: the loader logs what replaced them, so vLLM need not call them unknown.
     every = [flag.name for flag in discover.all_flags(found)] + [row.name for row in discover.all_removed(found)]
     names = [name for name in every if name not in stock]

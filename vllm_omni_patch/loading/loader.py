@@ -36,19 +36,19 @@ class Loader:
     def __init__(self, path: str) -> None:
         self.path = path
         self.watch = Watch(_hook_failed)
-        self.found = discover.find()
         self.targets = Targets(_first_call)
         self.groups = Groups(self.targets)
 
     def begin(self) -> None:
         """Read the flag, enter every asked-for target as pending, and watch for its module."""
         value = str(flags.read(flags.SWITCH))
-        choice = discover.choose(value, self.found)
+        found = discover.find()
+        choice = discover.choose(value, found)
         ledger.describe_process(package=__version__, activation_path=self.path, flag=value, patches=list(choice.names))
         ledger.inspect_with(lambda: self.targets.inspect(self.watch.missed()))
         for name in choice.unknown:
-            _patch_failed(name, discover.unknown_name(name, self.found))
-        for one in self.found:
+            _patch_failed(name, discover.unknown_name(name, found))
+        for one in found:
             if one.name not in choice.names:
                 continue
             if one.patch is None:
@@ -83,7 +83,8 @@ class Loader:
         """Log what replaced a setting that is still set and is gone: once for an engine, in its first process."""
         if run_folder.is_multiprocessing_child() or processes.role() in ("model inspection", "ray worker"):
             return
-        for line in flags.removed_in(discover.all_flags(self.found), discover.all_removed(self.found)):
+        found = discover.find()
+        for line in flags.removed_in(discover.all_flags(found), discover.all_removed(found)):
             self.targets.log(logging.WARNING, line)
 
     def on_import(self, name: str, module: ModuleType) -> None:
@@ -131,11 +132,6 @@ def _after_fork() -> None:
     if _loader is not None:
         _loader.watch.renew_lock()
         _loader.targets.forget_calls()
-
-
-def current() -> Loader | None:
-    """This process's loader, once stage 2 has begun."""
-    return _loader
 
 
 def engine_starts(path: str) -> None:
