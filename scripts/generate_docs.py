@@ -34,6 +34,7 @@ def main() -> int:
     blocks: dict[str, Callable[[], str]] = {
         "flags": lambda: flags_table.markdown([flag for flag in rows if not flag.internal]),
         "internal flags": lambda: flags_table.markdown([flag for flag in rows if flag.internal]),
+        "ec settings": ec_settings,
         "releases": lambda: releases(found),
         "live": live,
         "metrics": metrics,
@@ -108,6 +109,15 @@ def live() -> str:
             f"| {row['transformers']} | {row['lmcache']} "
             f"| {results or stopped}{'; ' + row['note'] if row.get('note') else ''} |"
         )
+    return "\n".join(lines)
+
+
+def ec_settings() -> str:
+    """The keys of the encoder cache."""
+    from vllm_omni_patch.patches.ec_connector.settings import SETTINGS
+
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    lines += [f"| `ec_{one.name}` | {one.default} | {one.help} |" for one in SETTINGS.values()]
     return "\n".join(lines)
 
 

@@ -155,7 +155,6 @@ def restarted(folder: Path, model: str, killed: dict[str, float]) -> Iterator[tu
         "LMCACHE_EC_LOCAL_DISK": str(folder / "disk"),
         # Beside the entries on disk: what the disk cannot take for a while is damaged there.
         "LMCACHE_EC_SHM_PATH": str(folder / "disk"),
-        "LMCACHE_EC_RETRY_SECONDS": "0.1",
         "VLLM_OMNI_PATCH_REPORT_DIR": str(folder / "report"),
         **ec_faults.prepare(str(folder / "faults")),
     }

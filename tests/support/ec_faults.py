@@ -8,6 +8,7 @@ that this step promises. Everything else in those processes is the real thing.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import os
@@ -27,6 +28,10 @@ def _arm(module):
 def _arm_worker(module):
     from support import ec_faults
     ec_faults.arm_worker(module)
+def _impatient(module):
+    from support import ec_faults
+    ec_faults.impatient(module)
+wrapt.register_post_import_hook(_impatient, "vllm_omni_patch.patches.ec_connector.config")
 wrapt.register_post_import_hook(_arm, "vllm_omni_patch.patches.ec_connector.vllm.scheduler")
 wrapt.register_post_import_hook(_arm_worker, "vllm_omni_patch.patches.ec_connector.vllm.worker")
 """
@@ -40,6 +45,12 @@ def prepare(folder: str) -> dict[str, str]:
     with open(os.path.join(site, "sitecustomize.py"), "w") as file:
         file.write(SITE.format(here=os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     return {"PYTHONPATH": site, _FILE: os.path.join(folder, "fault.json")}
+
+
+def impatient(module: Any) -> None:
+    """Try a storage that failed again after 0.1 s, so that a test of faults need not wait for 5 s after each."""
+    load = module.load_ec_config
+    module.load_ec_config = lambda *args: dataclasses.replace(load(*args), retry_seconds=0.1)
 
 
 def ask(environment: dict[str, str], kind: str, root: str) -> None:

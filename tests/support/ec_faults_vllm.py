@@ -67,7 +67,6 @@ def run(storage: str, wanted: int, folder: str, model: str, reference: dict[int,
     # One folder for both tiers: what the disk cannot take for a while goes to shared memory, and is damaged there.
     root = tempfile.mkdtemp(prefix="fault-ec-", dir="/dev/shm")
     env["LMCACHE_EC_SHM_PATH"] = root
-    env["LMCACHE_EC_RETRY_SECONDS"] = "0.1"
     if storage == "disk":
         env["LMCACHE_EC_LOCAL_DISK"] = os.path.join(root, "disk")
     counted = {"faults": 0, "wrong": 0, "deaths": 0, "leaked": 0, "text": 0, "text wrong": 0}

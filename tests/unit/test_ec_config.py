@@ -13,10 +13,10 @@ from vllm_omni_patch.patches.ec_connector.config import (
     GIB,
     MIB,
     ECConfig,
-    known_settings,
     load_ec_config,
     without_userinfo,
 )
+from vllm_omni_patch.patches.ec_connector.settings import REMOVED, SETTINGS
 
 
 def load(env: dict[str, str] | None = None, extra: dict[str, Any] | None = None, yaml: str = "", at: Any = None):
@@ -69,11 +69,11 @@ def test_precedence(tmp_path: Path) -> None:
 
 def test_values_are_read_the_same_from_every_source(tmp_path: Path) -> None:
     for found in (
-        load({"LMCACHE_EC_FSYNC": "yes", "LMCACHE_EC_STAGING_SIZE_MIB": "'8'", "LMCACHE_EC_LOOKUP_DEADLINE_MS": "20"}),
-        load(yaml="ec_fsync: true\nEC_STAGING_SIZE_MIB: 8\nec: {lookup_deadline_ms: 20}\n", at=tmp_path),
-        load(extra={"ec_fsync": True, "ec_staging_size_mib": 8, "lookup_deadline_ms": 20.0}),
+        load({"LMCACHE_EC_SALT": "7", "LMCACHE_EC_MAX_LOCAL_CPU_SIZE": "'8'", "LMCACHE_EC_LOOKUP_DEADLINE_MS": "20"}),
+        load(yaml="ec_salt: 7\nEC_MAX_LOCAL_CPU_SIZE: 8\nec: {lookup_deadline_ms: 20}\n", at=tmp_path),
+        load(extra={"ec_salt": 7, "ec_max_local_cpu_size": 8, "lookup_deadline_ms": 20.0}),
     ):
-        assert found.fsync and found.staging_bytes == 8 * MIB and found.lookup_deadline == 0.02
+        assert (found.salt, found.cpu_bytes, found.lookup_deadline) == ("7", 8 * GIB, 0.02)
 
 
 def test_paths() -> None:
@@ -92,7 +92,6 @@ def test_paths() -> None:
         ("max_local_cpu_size", True),
         ("lookup_deadline_ms", "0"),
         ("lookup_deadline_ms", "inf"),
-        ("fsync", "perhaps"),
         ("local_disk", ["/a", "/b"]),
         ("salt", {"a": 1}),
     ],
@@ -104,6 +103,18 @@ def test_a_value_that_is_not_accepted_is_named_and_dropped(
         found = load(extra={f"ec_{name}": value})
     assert found == ECConfig(unused=(f"ec_connector_extra_config.ec_{name}",))
     assert name in caplog.text and repr(value) in caplog.text and "use " in caplog.text
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_key_that_is_gone_is_one_warning_that_names_what_replaced_it(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
+        found = load({f"LMCACHE_EC_{name.upper()}": "1"})
+    (record,) = caplog.records
+    assert found == ECConfig(unused=(f"LMCACHE_EC_{name.upper()}",))
+    assert "no longer exists" in record.getMessage() and record.getMessage().endswith(REMOVED[name])
+    assert REMOVED[name].endswith(".") and name not in SETTINGS
 
 
 def test_an_unknown_key_is_named_with_the_closest_known(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,21 +137,20 @@ def test_a_broken_file_is_said_and_survived(yaml: str, tmp_path: Path, caplog: p
 
 
 def test_valid_keys_draw_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    values: dict[str, Any] = {f"ec_{setting.name}": "1" for setting in known_settings()}
+    values: dict[str, Any] = {f"ec_{name}": "1" for name in SETTINGS}
     values["ec_extra_config"] = {"a": 1}
     with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
         found = load(extra=values)
     assert not caplog.records and found.unused == ()
-    assert found.remote_options == {"extra_config": {"a": 1}}
+    assert found.remote_options == {"extra_config": {"a": 1}, "remote_storage_plugins": ["1"]}
+    assert len(SETTINGS) <= 13, "keys that a user has to know of"
 
 
 def test_every_setting_reaches_the_config() -> None:
     """A key that is read and then lost would be a setting without effect."""
     plain = ECConfig()
-    samples = {"local_disk": "/somewhere", "shm_path": "/somewhere", "fsync": "true", "remote_url": "redis://h:1"}
-    for setting in known_settings():
-        if setting.name == "local_cpu":
-            continue
+    samples = {"local_disk": "/somewhere", "remote_url": "redis://h:1", "extra_config": '{"a": 1}'}
+    for setting in SETTINGS.values():
         value = samples.get(setting.name, "3")
         extra = {f"ec_{setting.name}": value, "ec_local_disk": "/somewhere"}
         changed = load(extra=extra)
@@ -152,6 +162,8 @@ def test_every_setting_reaches_the_config() -> None:
 def test_staging_is_taken_out_of_the_pool() -> None:
     assert ECConfig(cpu_bytes=8 * MIB).staging == 4 * MIB
     assert ECConfig().staging == 64 * MIB
+    assert ECConfig(cpu_bytes=2 * GIB).staging == 128 * MIB
+    assert ECConfig(cpu_bytes=64 * GIB).staging == 256 * MIB
     assert "1 GiB" in ECConfig().describe()
 
 
@@ -184,8 +196,7 @@ def nested(depth: int) -> list[Any]:
         ("max_local_cpu_size", 1e300),
         ("max_local_disk_size", 10**400),
         ("max_local_disk_size", 1e290),
-        ("staging_size_mib", "1e305"),
-        ("queue_entries", 1e300),
+        ("lookup_deadline_ms", "1e305x"),
         ("extra_config", "[" * 100_000),
         ("salt", nested(100_000)),
         ("remote_url", "fs://[x"),
@@ -208,8 +219,15 @@ def test_values_beyond_all_bounds_are_dropped_too(name: str, value: Any, caplog:
 def test_times_are_cut_to_what_a_wait_takes() -> None:
     import threading
 
-    found = load(extra={"close_deadline_ms": 1e300, "store_deadline_ms": 1e300})
-    assert found.store_deadline * 1.5 <= threading.TIMEOUT_MAX and found.close_deadline <= threading.TIMEOUT_MAX
+    found = load(extra={"lookup_deadline_ms": 1e300})
+    for seconds in (found.lookup_deadline, found.load_deadline, found.store_deadline):
+        assert seconds * 1.5 <= threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize(("asked", "load_s", "store_s"), [(10, 2.0, 10.0), (50, 2.0, 10.0), (500, 5.0, 25.0)])
+def test_the_other_deadlines_follow_from_that_of_a_lookup(asked: float, load_s: float, store_s: float) -> None:
+    found = load(extra={"lookup_deadline_ms": asked})
+    assert (found.lookup_deadline, found.load_deadline, found.store_deadline) == (asked / 1000, load_s, store_s)
 
 
 @pytest.mark.parametrize(
