@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, DynamicCache
 
-from vllm_omni_patch.patches.model_local_kv.observe.observe import Observer
+from vllm_omni_patch.patches.model_local_kv.observe.observer import Observer
 
 
 def generate_loop(model: Any, tokens: int, requests: int) -> Callable[[], None]:

@@ -13,8 +13,8 @@ from vllm_omni_patch.patch import Hook, Undo
 
 from .charge import Engine
 from .collect import collect
-from .observe.watch import WATCH
 from .report import Load
+from .watch import WATCH
 
 logger = ledger.logger("model_local_kv")
 
@@ -142,4 +142,4 @@ def _quietly(action: Callable[[], Any]) -> None:
     try:
         action()
     except Exception:
-        logger.warning("the model-local KV report failed; the load is not affected", exc_info=True)
+        logger.warning("The model-local KV report failed. The load is not affected.", exc_info=True)

@@ -17,7 +17,7 @@ from vllm_omni_patch import ledger, metrics
 from .charge import Engine, budget_path, charge, resolve_residency
 from .collect import Collection, Entry
 from .observe.reconcile import Row
-from .suspects import Suspect
+from .observe.suspects import Suspect
 
 SCHEMA = 1
 FACT = "model_local_kv"
@@ -80,7 +80,7 @@ def log(load: Load) -> None:
     found = load.collection
     if load.status == "failed":
         logger.warning(
-            "%s: the collection failed (%s); what %s holds is unknown. The load went on.",
+            "%s: the collection failed (%s), so what %s holds is unknown. The load is not affected.",
             HEADLINE,
             load.error,
             load.model,
@@ -90,7 +90,7 @@ def log(load: Load) -> None:
         logger.info("%s: none of the %d modules of %s declares any", HEADLINE, found.modules, load.model)
         return
     if load.status == "empty":
-        logger.info("%s: %d declarer(s) in %s, and all of them hold nothing", HEADLINE, found.declarers, load.model)
+        logger.info("%s: %d declarer(s) in %s hold nothing", HEADLINE, found.declarers, load.model)
     rows = load.rows()
     if load.native_lines:
         _log_differences(load)
@@ -113,7 +113,7 @@ def log(load: Load) -> None:
         logger.info("  %s.%s: nothing held: %s", inert.owner, inert.name, inert.reason)
     for failed in found.failed:
         logger.warning(
-            "  %s: model_local_kv_specs() of %s failed (%s); its bytes are unknown. The load went on.",
+            "  %s: model_local_kv_specs() of %s failed (%s), so its bytes are unknown. The load is not affected.",
             failed.owner,
             failed.owner_class,
             failed.reason,

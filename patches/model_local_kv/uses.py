@@ -22,8 +22,8 @@ USES: tuple[Target, ...] = (
 CACHE = Target(
     module="transformers.cache_utils",
     qualname="Cache",
-    install="vllm_omni_patch.patches.model_local_kv.observe.watch:install",
-    verify="vllm_omni_patch.patches.model_local_kv.observe.watch:follows",
+    install="vllm_omni_patch.patches.model_local_kv.watch:install",
+    verify="vllm_omni_patch.patches.model_local_kv.watch:follows",
     distribution="transformers",
     contract=Contract(class_attributes=("layers",)),
     by_contract=True,

@@ -18,9 +18,8 @@ torch = pytest.importorskip("torch")
 
 from support import omni_caches as omni
 from support.omni_caches import MiB
-from vllm_omni_patch.patches.model_local_kv import hooks
+from vllm_omni_patch.patches.model_local_kv import hooks, watch
 from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
-from vllm_omni_patch.patches.model_local_kv.observe import watch
 
 RELEASE = omni.omni_release()
 pytestmark = pytest.mark.skipif(RELEASE < (0, 28), reason=f"vLLM-Omni {RELEASE} is inert for Qwen3-TTS")

@@ -162,6 +162,40 @@ def test_qwen3_request_without_reference_keeps_nothing(qwen3: Any) -> None:
 
 
 @since(0, 28)
+def test_qwen3_reference_within_the_window_pins_no_more(qwen3: Any) -> None:
+    stage, config = qwen3
+    config.model_config.stage_connector_config["extra"]["codec_left_context_frames"] = 30
+    kept = entry(declared(stage, config), "codec_decoder_request")
+    assert kept.storage_per_row == kept.bytes_per_row
+
+
+@since(0, 28)
+def test_qwen3_reads_a_connector_that_is_an_object(qwen3: Any) -> None:
+    stage, config = qwen3
+    config.scheduler_config.max_num_seqs = 64
+    config.model_config.stage_connector_config = SimpleNamespace(extra={"decode_batch_max_size": 2})
+    assert entry(declared(stage, config, 64), "codec_decoder_working_copy").rows == 2
+
+
+@since(0, 28)
+@pytest.mark.parametrize(("retains", "said"), [(False, True), (True, False), (None, False)])
+def test_qwen3_says_when_waiting_requests_are_not_counted(qwen3: Any, retains: bool | None, said: bool) -> None:
+    stage, config = qwen3
+    if retains is not None:
+        config.model_config.retains_state_across_chunks = retains
+    assert ("do not count as running" in entry(declared(stage, config), "codec_decoder_request").note) is said
+
+
+@since(0, 28)
+@pytest.mark.parametrize("window", [None, 0, 1])
+def test_qwen3_without_a_window_declares_nothing(qwen3: Any, window: int | None) -> None:
+    stage, config = qwen3
+    stage.decoder.config.sliding_window = window
+    found = declared(stage, config)
+    assert found.entries == [] and f"sliding_window={window}" in found.inert[0].reason
+
+
+@since(0, 28)
 @pytest.mark.parametrize(("limit", "sequences", "rows"), [(4, 64, 4), (4, 2, 2), (0, 64, 64), (None, 64, 64)])
 def test_qwen3_working_copies_are_as_wide_as_one_call(qwen3: Any, limit: Any, sequences: int, rows: int) -> None:
     stage, config = qwen3
@@ -247,6 +281,18 @@ def test_qwen3_captures_hold_what_is_declared(captured: Any, sizes: list[int], r
     assert entry(found, "codec_decoder_working_copy").rows == 1
     TABLE.add("qwen3_tts", f"graph pool, batch sizes {sizes}", pool.declared_peak, view_bytes(held))
     TABLE.add("qwen3_tts", f"graph pool storage, batch sizes {sizes}", pool.storage_peak, storage_bytes(held))
+
+
+@since(0, 28)
+def test_qwen3_wrapper_decides_only_where_the_setting_is_not_visible(captured: Any) -> None:
+    stage, config, capture = captured
+    wrapper = capture([1])
+    wrapper.async_chunk = False
+    assert declared(stage, config).entries, "model_config.async_chunk is on"
+    found = declared(stage)
+    assert found.entries == [] and "graph wrapper" in found.inert[0].reason
+    wrapper.async_chunk = True
+    assert {"codec_decoder_request", "codec_decoder_working_copy"} <= {e.name for e in declared(stage).entries}
 
 
 @since(0, 30)

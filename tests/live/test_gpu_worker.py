@@ -113,7 +113,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("reports", [True, False])
-def test_stock_is_untouched(
+def test_with_stock_no_attribute_of_the_worker_changes(
     card_of: Callable[..., Card],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -447,7 +447,7 @@ def test_two_instances_in_any_interleaving(card_of: Callable[..., Card], process
 # What has precedence, and what is subtracted besides
 
 
-def test_an_explicit_size_wins(
+def test_an_explicit_size_is_kept_and_compared_with_what_is_free(
     card_of: Callable[..., Card], process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_OMNI_PATCH_RESERVE_MODEL_LOCAL_KV", "1")

@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 from support import engine_process, local_kv_plugin
 
 ROW = local_kv_plugin.ROW
-REFRESH = "vllm_omni_patch.patches.model_local_kv.observe.watch:refresh"
+REFRESH = "vllm_omni_patch.patches.model_local_kv.watch:refresh"
 HEADLINE = "Model-local KV (outside the paged manager)"
 
 
@@ -127,8 +127,8 @@ def test_observed_declared_and_undeclared_both_show_up(run: Callable[..., Run]) 
     assert (rows["extra"]["status"], rows["extra"]["observed_row"]) == ("undeclared", ROW)
     assert "local_kv_plugin_model.py" in rows["extra"]["sites"][0]
     assert [(one["owner"], one["attribute"]) for one in seen.report["suspects"]] == [("ring", "_k_cache")]
-    assert "model-local KV undeclared: extra" in seen.log
-    assert "model-local KV suspected: ring._k_cache" in seen.log
+    assert "Model-local KV undeclared: extra" in seen.log
+    assert "Model-local KV suspected: ring._k_cache" in seen.log
     (refreshed,) = seen.refreshed["values"]
     assert {row["owner"]: row["status"] for row in refreshed["observed"]} == {"codec": "matched", "extra": "undeclared"}
     assert seen.left is not None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ from vllm_omni_patch.patches.available_memory.gpu.budget import (
     Profile,
     budget,
     possible,
-    refusal,
     terms,
     trust,
     unified_limit,
@@ -81,38 +79,6 @@ def test_terms_put_own_bytes_into_the_formula_of_each_era(consumed: bool, foreig
     assert stock_sum(found, made.non_torch_increase, made.total_consumed) == made.non_kv
 
 
-@pytest.mark.parametrize("consumed", [True, False])
-def test_a_neighbour_frees_memory(consumed: bool) -> None:
-    """vllm issue 56830. Requested 56.15, weights 15, peak 2, other 0.6. 38.55 with own memory known, else <= 39.15."""
-    found = profile(total=200, weights=15, other=0.6, foreign=-22.83, consumed=consumed)
-    known = terms(measured(gib(15.6)), found)
-    assert budget(gib(56.15), known.non_kv) / GIB == pytest.approx(38.55, abs=1e-6)
-    unknown = terms(UNKNOWN, found)
-    assert not unknown.exact and unknown.reason == "not listed"
-    assert budget(gib(56.15), unknown.non_kv) / GIB == pytest.approx(39.15, abs=1e-6)
-
-
-@pytest.mark.parametrize("consumed", [True, False])
-def test_a_miss_gives_what_the_measurement_gives(consumed: bool) -> None:
-    found = profile(consumed=consumed)
-    assert budget(gib(30), terms(measured(gib(11)), found).non_kv) == gib(17)
-    assert budget(gib(30), terms(UNKNOWN, found).non_kv) == gib(17)
-
-
-def test_the_neighbour_is_not_charged_twice() -> None:
-    found = profile(total=60.96, weights=2.2, peak=0.6, other=0.1)
-    made = terms(measured(gib(2.3)), found)
-    assert budget(gib(60.96 * 0.4), made.non_kv) / GIB == pytest.approx(21.48, abs=0.01)
-    # vllm-ascend issue 14274: total 48, neighbour 20, utilisation 0.5, own 6.
-    assert budget(gib(24), gib(6)) == gib(18)
-
-
-def test_a_slice_of_decimal_gigabytes() -> None:
-    found = Profile(16 * 10**9, 16 * 10**9, 10**10, 6 * 10**9, 7 * 10**9, 6 * 10**9, 6 * 10**9, 6 * 10**9, 0, 6 * 10**9)
-    made = terms(UNKNOWN, found)
-    assert budget(math.ceil(16e9 * 0.9), made.non_kv) == 7_400_000_000
-
-
 def test_memory_outside_the_weight_loader() -> None:
     """vllm-omni issue 7839: weights 12, from constructors 3, other 0.5, peak 2 of 60 requested: 42.50, not 45.50."""
     for consumed in (True, False):
@@ -144,10 +110,6 @@ def test_the_fallback_is_near_the_truth() -> None:
 @pytest.mark.parametrize("graphs", [-35.69, 0.0])
 def test_a_negative_estimate_never_enlarges(graphs: float) -> None:
     assert budget(gib(96), gib(50), gib(graphs)) == gib(46)
-
-
-def test_a_neighbour_that_wakes_up_does_not_count() -> None:
-    assert budget(gib(65.32), gib(0.93) + gib(0.14) + gib(0.34)) / GIB == pytest.approx(63.91, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +163,6 @@ def test_unified_limit() -> None:
     assert unified_limit(gib(5), gib(119), gib(20)) == 0
     assert unified_limit(gib(120), gib(94), 0) == gib(94) - UNIFIED_RESERVE
     assert budget(gib(83), gib(50), 0, gib(9)) == gib(9)
-
-
-def test_refusal_names_the_neighbours() -> None:
-    text = refusal("cuda:0", gib(60.96), gib(36.6), 60.96 * GIB * 0.7, gib(0.1), unified=False)
-    assert "42.67 GiB wanted, 36.60 GiB free of 60.96 GiB" in text
-    assert "other processes hold 24.26 GiB" in text
-    assert "at most 0.6003" in text
-    assert "other processes" not in refusal("cuda:0", gib(60.96), gib(36.6), 1.0, None, unified=False)
-
-
-def test_refusal_on_unified_memory() -> None:
-    text = refusal("cuda:0", gib(119.56), gib(56.3), 119.56 * GIB * 0.5, None, unified=True)
-    assert "unified memory" in text
-    assert "59.78 GiB wanted, 56.30 GiB available" in text
 
 
 SIZES = st.integers(0, 1 << 42)

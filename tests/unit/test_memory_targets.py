@@ -324,16 +324,3 @@ def test_a_layout_of_another_shape_does_not_disturb(tmp_path: Path, layout: Any)
     hooks._reports[worker] = report.BudgetReport("gpu", "Worker", "stock", 5)
     assert worker.initialize_from_config(layout) == "initialized"
     assert remove(done) == ""
-
-
-def test_declaring_imports_nothing_heavy() -> None:
-    """The declaration names its installers; importing it brings in neither the hooks nor torch."""
-    import subprocess
-
-    code = (
-        "import sys; import vllm_omni_patch.patches.available_memory; "
-        "heavy = [n for n in ('torch', 'vllm', 'wrapt', 'pynvml', 'vllm_omni_patch.patches.available_memory.hooks') "
-        "if n in sys.modules]; print(heavy)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

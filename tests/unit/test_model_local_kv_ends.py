@@ -18,8 +18,7 @@ cache_utils = pytest.importorskip("transformers.cache_utils")
 from test_model_local_kv_hooks import Base, Decoder, process  # noqa: F401
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.patches.model_local_kv import hooks
-from vllm_omni_patch.patches.model_local_kv.observe import watch
+from vllm_omni_patch.patches.model_local_kv import hooks, watch
 
 ROW = 2 * 256 * 1024 * 2
 
@@ -150,8 +149,8 @@ def test_what_could_not_be_followed_is_counted_and_said_once(
         kept = [runner.model["decoder"]() for _ in range(3)]
         assert [process.refresh()["observation"]["failures"] for _ in range(2)] == [3, 3]
     assert [record.getMessage() for record in caplog.records if "TypeError: ours" in record.getMessage()] == [
-        "model-local KV: following the caches failed (TypeError: ours); what was seen may be more than the report "
-        "says. Serving goes on; 'failures' in the report counts them."
+        "Model-local KV: a cache could not be followed (TypeError: ours), so the report may be incomplete. Serving is "
+        "not affected; 'failures' in the report counts these errors."
     ]
     del kept
 

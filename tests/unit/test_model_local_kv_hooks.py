@@ -20,9 +20,9 @@ from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.code import contract
 from vllm_omni_patch.loading import apply
 from vllm_omni_patch.patch import Target
-from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report
+from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report, watch
 from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
-from vllm_omni_patch.patches.model_local_kv.observe import observe, watch
+from vllm_omni_patch.patches.model_local_kv.observe import observer
 from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, ModelLocalKVSpec, RowDriver
 from vllm_omni_patch.patches.model_local_kv.uses import CACHE
 
@@ -158,13 +158,6 @@ def test_undone_it_is_the_original_again(lines: Any) -> None:
     assert headlines(lines()) == []
 
 
-def test_a_second_install_is_refused(install: Any) -> None:
-    where = module(Runner=fresh())
-    install(where, "Runner.load_model")
-    with pytest.raises(apply.Refused, match="already holds"):
-        install(where, "Runner.load_model")
-
-
 def test_a_drifted_target_breaks_the_contract() -> None:
     def needs_more(self: Any, weights: Any) -> None:
         self.model = weights
@@ -203,19 +196,6 @@ def test_every_known_signature_fits(signature: str) -> None:
     text = f"class Runner:\n    def load_model({signature}):\n        self.model = 1\n"
     own = next(target for target in RUNNERS if target.contract.class_attributes).contract
     assert contract.check_source(own, text, "Runner.load_model") == []
-
-
-def test_declaring_imports_nothing_heavy() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from vllm_omni_patch.patches.model_local_kv import PATCH;"
-        "print(sorted({'torch', 'vllm', 'wrapt', 'transformers'} & set(sys.modules)), len(PATCH.targets))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("[] ")
-    assert int(done.stdout.split()[-1]) >= len(RUNNERS)
 
 
 # -- once per load, whatever the class chain
@@ -361,14 +341,6 @@ def test_upstreams_lines_stand_and_are_not_repeated(
 # -- what goes wrong
 
 
-def test_a_declarer_that_raises_changes_nothing_but_its_row(install: Any, lines: Any) -> None:
-    cls = fresh()
-    install(module(Runner=cls), "Runner.load_model")
-    assert cls("raises").load_model() == "loaded"
-    assert any("failed (ValueError: broken declaration)" in line for line in lines())
-    assert ledger.published(report.FACT)["pending_bytes"] is None
-
-
 def test_a_load_that_fails_raises_its_own_error_and_leaves_nothing_behind(install: Any, lines: Any) -> None:
     cls = fresh()
     install(module(Runner=cls), "Runner.load_model")
@@ -392,7 +364,7 @@ def test_an_error_of_ours_never_reaches_the_load(
     cls = fresh()
     install(module(Runner=cls), "Runner.load_model")
     assert cls().load_model() == "loaded"
-    assert any("ours" in line or "the load is not affected" in line for line in lines())
+    assert any("ours" in line or "The load is not affected" in line for line in lines())
 
 
 def test_a_runner_that_lacks_what_we_read_loads_all_the_same(install: Any) -> None:
@@ -461,8 +433,8 @@ def test_on_declared_and_undeclared_caches_are_told_apart(
     assert rows[("extra", "undeclared")]["observed_peak"] == 2 * MIB
     assert [(one["owner"], one["attribute"]) for one in data["suspects"]] == [("ring", "_k_cache")]
     text = "\n".join(lines())
-    assert "model-local KV undeclared: extra: 2.00 MiB so far" in text
-    assert "model-local KV suspected: ring._k_cache" in text
+    assert "Model-local KV undeclared: extra: 2.00 MiB so far" in text
+    assert "Model-local KV suspected: ring._k_cache" in text
     (file,) = tmp_path.glob("model-local-kv-*.json")
     assert json.loads(file.read_text())["observed"] == json.loads(json.dumps(data["observed"]))
     del kept
@@ -505,18 +477,18 @@ def test_a_reloaded_cache_class_is_followed_and_the_old_one_let_go(process: watc
     where = module(Cache=type("Cache", (), {}))
     old = where.Cache
     apply.install(PATCH, CACHE, where, lambda: None)
-    assert observe.follows_class(old)
+    assert observer.follows_class(old)
     where.Cache = type("Cache", (), {})
     done = apply.install(PATCH, CACHE, where, lambda: None)
-    assert (observe.follows_class(old), observe.follows_class(where.Cache)) == (False, True)
+    assert (observer.follows_class(old), observer.follows_class(where.Cache)) == (False, True)
     apply.remove(done)
-    assert not observe.follows_class(where.Cache)
+    assert not observer.follows_class(where.Cache)
 
 
 def test_a_cache_lives_though_our_code_breaks(process: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     where = module(Cache=type("Cache", (), {}))
     done = apply.install(PATCH, CACHE, where, lambda: None)
-    monkeypatch.setattr(observe.Observer, "_origin", lambda *_: 1 / 0)
+    monkeypatch.setattr(observer.Observer, "_origin", lambda *_: 1 / 0)
     assert type(where.Cache()) is where.Cache
     apply.remove(done)
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
 from vllm_omni_patch.patches.model_local_kv.observe.measure import measure
-from vllm_omni_patch.patches.model_local_kv.observe.observe import Observer
+from vllm_omni_patch.patches.model_local_kv.observe.observer import Observer
 
 HEADS, SIZE = 2, 8
 

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
 from vllm_omni_patch.patches.model_local_kv.collect import collect
-from vllm_omni_patch.patches.model_local_kv.observe.observe import Observer, Peak
+from vllm_omni_patch.patches.model_local_kv.observe.observer import Observer, Peak
 from vllm_omni_patch.patches.model_local_kv.observe.reconcile import Assignment, Group, Row, reconcile
+from vllm_omni_patch.patches.model_local_kv.observe.suspects import find, merge
 from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, ModelLocalKVSpec, Residency, RowDriver
-from vllm_omni_patch.patches.model_local_kv.suspects import find, merge
 
 HEADS, SIZE, LAYERS, CAPACITY = 2, 8, 2, 16
 ROW = 2 * LAYERS * HEADS * SIZE * CAPACITY * 4

@@ -16,7 +16,7 @@ from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patches.model_local_kv import report
 from vllm_omni_patch.patches.model_local_kv.charge import Engine
 from vllm_omni_patch.patches.model_local_kv.collect import collect
-from vllm_omni_patch.patches.model_local_kv.observe.observe import Peak
+from vllm_omni_patch.patches.model_local_kv.observe.observer import Peak
 from vllm_omni_patch.patches.model_local_kv.observe.reconcile import Assignment, Group, reconcile
 from vllm_omni_patch.patches.model_local_kv.report import Load
 from vllm_omni_patch.patches.model_local_kv.specs import (
@@ -118,7 +118,7 @@ def test_the_three_other_outcomes_read_differently(lines: Any) -> None:
     report.log(Load("Runner", "Model", "cpu", 1, CUDA_026, error="RuntimeError: broken"))
     first, second, third = lines()
     assert "none of the 1 modules of Linear declares any" in first
-    assert "1 declarer(s) in ModuleDict, and all of them hold nothing" in second
+    assert "1 declarer(s) in ModuleDict hold nothing" in second
     assert "the collection failed (RuntimeError: broken)" in third
     assert all(text.startswith(report.HEADLINE) for text in (first, second, third))
 
@@ -128,7 +128,7 @@ def test_an_inert_path_says_why_and_a_failed_declarer_is_unknown(lines: Any) -> 
     assert "  decoder.request: nothing held: stateless decoding" in lines()
     broken = load(error="no such attribute")
     report.log(broken)
-    assert any("failed (ValueError: no such attribute); its bytes are unknown" in text for text in lines())
+    assert any("failed (ValueError: no such attribute), so its bytes are unknown" in text for text in lines())
     figures = report.figures([broken])
     assert figures["failed"] == 1
     assert figures["pending_bytes"] is None

@@ -21,7 +21,7 @@ from support import neuron_plugin
 torch = pytest.importorskip("torch")
 
 from support.neuron_plugin import configs, lay, runtime_of
-from vllm_omni_patch.loading import apply, wrappers
+from vllm_omni_patch.loading import apply
 from vllm_omni_patch.matrix import judge
 from vllm_omni_patch.patches.available_memory import PATCH
 from vllm_omni_patch.patches.available_memory.flags import NEURON_FLAGS
@@ -327,14 +327,6 @@ def test_a_drifted_worker_is_left_alone(tmp_path: Path, change: tuple[str, str],
         assert decision.apply
         return
     assert not decision.apply and reason in decision.reason
-
-
-def test_a_second_install_is_refused(tmp_path: Path, device: Any) -> None:
-    module = hooked(tmp_path, neuron_plugin.TWO_BRANCHES)
-    with pytest.raises(apply.Refused, match="already holds"):
-        apply.install(PATCH, OLD, module, lambda: None)
-    assert wrappers.depth(vars(module.NeuronWorker)["determine_available_memory"], PATCH.name) == 1
-    assert worker_of(module).determine_available_memory() == 6_957_847_019
 
 
 def test_every_published_release_has_one_verdict_per_layout() -> None:

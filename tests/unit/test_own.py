@@ -365,7 +365,7 @@ FOREIGN = {
     "vllm_omni_patch/loading/wrappers.py": "wraps a target and puts it back",
     "vllm_omni_patch/loading/known_flags.py": "target vllm.envs:environment_variables",
     "patches/ec_connector/storage/remote.py": "an object of our own",
-    "patches/model_local_kv/observe/observe.py": "target transformers.cache_utils:Cache",
+    "patches/model_local_kv/observe/observer.py": "target transformers.cache_utils:Cache",
     "patches/model_local_kv/families/attach.py": "the classes that are targets",
     "patches/available_memory/swap.py": "swapped(): during a call to a target, and undone",
 }

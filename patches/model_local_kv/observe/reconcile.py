@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..collect import Entry
 from ..specs import Residency
-from .observe import Origin, Peak
+from .observer import Origin, Peak
 
 Status = Literal["matched", "over-declared", "under-declared", "never seen", "not observable", "undeclared"]
 

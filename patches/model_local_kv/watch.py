@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process knows: its loads, and what is being observed in it. Touches transformers, not vLLM."""
+"""The loads of this process, and what is observed in it: logged, published, written. Touches transformers, not vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from vllm_omni_patch import ledger
 from vllm_omni_patch.patch import Hook, Undo
 
-from .. import report
-from ..collect import modules, unwrap
-from ..suspects import Suspect, find, merge
-from .observe import INTERVAL_S, SHARE, Observer, follows_class
-from .reconcile import Assignment, Group, Row, reconcile
+from . import report
+from .collect import modules, unwrap
+from .observe.observer import INTERVAL_S, SHARE, Observer, follows_class
+from .observe.reconcile import Assignment, Group, Row, reconcile
+from .observe.suspects import Suspect, find, merge
 
 WALK_FIRST, WALK_EVERY = 1.0, 30.0
 """Seconds between two walks for suspects, each of which ends in a write: at first, doubling, and in the long run."""
@@ -43,7 +43,7 @@ class Watch:
         self._walk_at = 0.0
         self._write_at = 0.0
         self._unwritten = False
-        self._said: set[tuple[str, ...]] = set()
+        self._logged: set[tuple[str, ...]] = set()
 
     @property
     def observing(self) -> bool:
@@ -82,7 +82,7 @@ class Watch:
                 self._end[1].cancel()
             self._observer = self._undo = self._end = None
             self._suspects = []
-            self._said.clear()
+            self._logged.clear()
 
     def end(self) -> None:
         """Write what was seen since the last time, as the process ends. Never raises."""
@@ -91,7 +91,7 @@ class Watch:
         try:
             self.refresh()
         except Exception as error:
-            logger.warning("the last model-local KV report was not written: %s: %s", type(error).__name__, error)
+            logger.warning("The last model-local KV report was not written (%s: %s).", type(error).__name__, error)
         finally:
             self._lock.release()
 
@@ -188,11 +188,11 @@ class Watch:
         report.gauges(loads, rows)
         observer = self._observer
         if observer is not None and observer.failures:
-            self._say_failure(observer)
+            self._log_failure(observer)
         for row in rows:
-            self._say(row)
+            self._log_row(row)
         for suspect in self._suspects:
-            self._say_suspect(suspect)
+            self._log_suspect(suspect)
         document = report.document(
             loads,
             None if observer is None else rows,
@@ -206,34 +206,34 @@ class Watch:
         self._write_at = now + max(INTERVAL_S, (now - start) / SHARE)
         return document
 
-    def _say_failure(self, observer: Observer) -> None:
+    def _log_failure(self, observer: Observer) -> None:
         """One line; how many there are is in the file."""
-        if ("failure",) not in self._said:
-            self._said.add(("failure",))
+        if ("failure",) not in self._logged:
+            self._logged.add(("failure",))
             logger.warning(
-                "model-local KV: following the caches failed (%s); what was seen may be more than the report says. "
-                "Serving goes on; 'failures' in the report counts them.",
+                "Model-local KV: a cache could not be followed (%s), so the report may be incomplete. Serving is not "
+                "affected; 'failures' in the report counts these errors.",
                 observer.failure,
             )
 
-    def _say(self, row: Row) -> None:
+    def _log_row(self, row: Row) -> None:
         """One line per finding and process; later growth is in the file and in the gauges."""
         key = (row.owner, *row.names, row.status)
-        if row.status not in ("under-declared", "undeclared") or key in self._said:
+        if row.status not in ("under-declared", "undeclared") or key in self._logged:
             return
-        self._said.add(key)
+        self._logged.add(key)
         name = f"{row.owner}.{'+'.join(row.names)}" if row.names else row.owner
         logger.warning(
-            "model-local KV %s: %s: %s so far; %s", row.status, name, report.mib(row.observed_peak), row.text
+            "Model-local KV %s: %s: %s so far; %s", row.status, name, report.mib(row.observed_peak), row.text
         )
 
-    def _say_suspect(self, suspect: Suspect) -> None:
+    def _log_suspect(self, suspect: Suspect) -> None:
         key = ("suspect", suspect.owner, suspect.attribute)
-        if key in self._said:
+        if key in self._logged:
             return
-        self._said.add(key)
+        self._logged.add(key)
         logger.info(
-            "model-local KV suspected: %s.%s: %s in %d tensor(s) of shape %s (%s)",
+            "Model-local KV suspected: %s.%s: %s in %d tensor(s) of shape %s (%s)",
             suspect.owner,
             suspect.attribute,
             report.mib(suspect.storage_bytes),

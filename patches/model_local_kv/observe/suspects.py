@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .observe.measure import Held, StorageKey, is_tensor
+from .measure import Held, StorageKey, is_tensor
 
 NAME = re.compile(
     r"(^|_)(k|v|kv|key|keys|value|values|key_values|att|attn|attention)_?(cache|caches|buffer|pool|ring)s?($|_)"
