@@ -104,14 +104,14 @@ PATCH = Patch(
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.reload_weights",
-            install=f"{_HOOKS}:new_epoch_in_worker",
+            install=f"{_HOOKS}:new_generation_in_worker",
             optional=True,
             contract=Contract(parameters=()),
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.update_weights",
-            install=f"{_HOOKS}:new_epoch_in_worker",
+            install=f"{_HOOKS}:new_generation_in_worker",
             optional=True,
             contract=Contract(parameters=(Parameter("update_info"),)),
         ),

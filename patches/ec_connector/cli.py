@@ -6,7 +6,6 @@ Safe while engines use the folder. ``PATH`` is the folder that ``ec_local_disk``
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .storage.entry import PIECE, Header
+from .storage.entry import Entry
 from .storage.files import BadEntry, FileStore, open_path
 from .storage.folder import ROOT_NAME, Folder
 
@@ -44,15 +43,15 @@ def stats(path: _Path, as_json: _Json = False) -> None:
     now = time.time()
     groups: dict[str, _Group] = {}
     unreadable: list[str] = []
-    for file, size, used, header, error in store.entries():
-        if header is None:
+    for file, size, used, entry, error in store.entries():
+        if entry is None:
             unreadable.append(f"{file}: {error}")
-        group = groups.setdefault(_model(header), _Group(oldest=used, newest=used))
+        group = groups.setdefault(_model(entry), _Group(oldest=used, newest=used))
         group.entries += 1
         group.bytes += size
         group.oldest, group.newest = min(group.oldest, used), max(group.newest, used)
-    unreadable += [f"{folder}: {reason}" for folder, reason in store.folder.closed()]
-    writing = sum(1 for _ in store.folder.in_tmp())
+    unreadable += [f"{folder}: {reason}" for folder, reason in store.folder.listing.closed()]
+    writing = sum(1 for _ in store.folder.listing.temporaries())
     total = sum(group.bytes for group in groups.values())
     count = sum(group.entries for group in groups.values())
     if as_json:
@@ -70,14 +69,14 @@ def stats(path: _Path, as_json: _Json = False) -> None:
             models=models,
         )  # fmt: skip
         return
-    _say(f"{store.folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
+    _echo(f"{store.folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
     for name, group in sorted(groups.items()):
-        _say(
+        _echo(
             f"  {name}: {group.entries} entries, {_size(group.bytes)}, last used between {_age(now - group.oldest)} "
             f"and {_age(now - group.newest)} ago"
         )
     for line in unreadable:
-        _say(f"  unreadable: {line}")
+        _echo(f"  unreadable: {line}")
 
 
 @app.command()
@@ -86,7 +85,7 @@ def verify(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the entries that fail.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Read every entry and compare every byte with its SHA-256. Exit status 1 when one fails or cannot be read."""
+    """Read every entry and compare its checksum. Exit status 1 when one fails or cannot be read."""
     store = _store(path)
     good = 0
     bad: dict[str, str] = {}
@@ -99,15 +98,15 @@ def verify(
         bad[file] = reason
         if remove and store.folder.remove(os.path.relpath(file, store.folder.root)):
             removed.add(file)
-    closed = dict(store.folder.closed())
+    closed = dict(store.folder.listing.closed())
     if as_json:
         _print_json(path=store.folder.root, good=good, bad=bad, removed=len(removed), unreadable=closed)
     else:
-        _say(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
+        _echo(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
         for file, reason in bad.items():
             outcome = "removed" if file in removed else "not removed" if remove else "bad"
-            _say(f"  {outcome}: {file}: {reason}")
-        _say_closed(closed)
+            _echo(f"  {outcome}: {file}: {reason}")
+        _echo_closed(closed)
     raise typer.Exit(1 if bad or closed else 0)
 
 
@@ -121,14 +120,14 @@ def clear(
 ) -> None:
     """Remove entries by model, by age, or all of them; also what killed writers left over."""
     if not (model or older_than or everything):
-        _say("Say what to clear: --model NAME, --older-than AGE, or --all.", err=True)
+        _echo("Choose what to clear: --model NAME, --older-than AGE, or --all.", err=True)
         raise typer.Exit(2)
     limit = _seconds(older_than)
     store = _store(path)
     now = time.time()
     removed = freed = 0
-    for file, size, used, header, _ in store.entries():
-        if model and model not in (_model(header), _printable(_model(header))):
+    for file, size, used, entry, _ in store.entries():
+        if model and model not in (_model(entry), _printable(_model(entry))):
             continue
         if limit is not None and now - used < limit:
             continue
@@ -138,20 +137,20 @@ def clear(
     try:
         left_bytes, left = store.folder.usage()
     except OSError as error:
-        _say(
+        _echo(
             f"{store.folder.root}: removed {removed} entries, then stopped: {error}. "
             "The folder and its file lock must be writable for you, and no symbolic link.",
             err=True,
         )
         raise typer.Exit(2) from None
-    closed = dict(store.folder.closed())
+    closed = dict(store.folder.listing.closed())
     if as_json:
         _print_json(
             path=store.folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes, unreadable=closed
         )
         return
-    _say(f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
-    _say_closed(closed)
+    _echo(f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
+    _echo_closed(closed)
 
 
 def _store(path: Path) -> FileStore:
@@ -159,47 +158,36 @@ def _store(path: Path) -> FileStore:
     try:
         os.listdir(folder.root)
     except (FileNotFoundError, NotADirectoryError):
-        _say(f"{path} holds no encoder cache: there is no folder {ROOT_NAME} in it.", err=True)
+        _echo(f"{path} holds no encoder cache: there is no folder {ROOT_NAME} in it.", err=True)
         raise typer.Exit(2) from None
     except OSError as error:
-        _say(f"{path} cannot be looked into: {error}. Run this as the user that vLLM runs as.", err=True)
+        _echo(f"{path} cannot be looked into: {error}. Run this as the user that vLLM runs as.", err=True)
         raise typer.Exit(2) from None
     return FileStore("folder", str(path), 1 << 62)
 
 
-def _say_closed(folders: dict[str, str]) -> None:
+def _echo_closed(folders: dict[str, str]) -> None:
     for folder, reason in folders.items():
-        _say(f"  not looked into: {folder}: {reason}")
+        _echo(f"  not looked into: {folder}: {reason}")
 
 
 def _verify(file: str) -> str:
     """Why the entry fails; empty when every byte is right."""
     try:
-        entry = open_path(file)
+        found = open_path(file)
     except (BadEntry, OSError) as error:
         return str(error)
     try:
-        digest = hashlib.sha256()
-        position = entry.header.size
-        while data := os.pread(entry.handle, PIECE, position):
-            digest.update(data)
-            position += len(data)
-        if digest.digest() != entry.header.digest:
-            return "payload differs from its SHA-256"
-        # What each load compares, too.
-        entry.read_into(memoryview(bytearray(entry.header.payload)))
+        found.read_into(memoryview(bytearray(found.entry.payload)))
     except (BadEntry, OSError) as error:
         return str(error)
     finally:
-        entry.close()
+        found.close()
     return ""
 
 
-def _model(header: Header | None) -> str:
-    if header is None:
-        return "(unreadable)"
-    name = header.about.get("model")
-    return name if isinstance(name, str) and name else "(no name)"
+def _model(entry: Entry | None) -> str:
+    return "(unreadable)" if entry is None else entry.about.get("model") or "(no name)"
 
 
 def _seconds(text: str) -> float | None:
@@ -207,7 +195,7 @@ def _seconds(text: str) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
-        _say(f"--older-than {text!r} is not accepted; use a number and s, m, h or d, such as 12h.", err=True)
+        _echo(f"--older-than {text!r} is not accepted; use a number and s, m, h or d, such as 12h.", err=True)
         raise typer.Exit(2)
     return float(match[1]) * _UNITS[match[2]]
 
@@ -223,7 +211,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-def _say(text: str, err: bool = False) -> None:
+def _echo(text: str, err: bool = False) -> None:
     typer.echo(_printable(text), err=err)
 
 

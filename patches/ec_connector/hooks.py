@@ -87,7 +87,7 @@ def look_at_weights(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
-def new_epoch_in_worker(hook: Hook) -> Undo:
+def new_generation_in_worker(hook: Hook) -> Undo:
     """``reload_weights`` and ``update_weights`` of the worker: a new epoch, also when they end with an error.
 
     No step runs in a worker during such a call, so nothing is stored between the first byte written and the epoch.

@@ -232,9 +232,9 @@ def test_weights_are_looked_at_when_they_are_loaded(worker: Any) -> None:
     process = vllm_worker(worker)
     process.load_model()
     process.model_runner.model.weight.data.add_(1)
-    before = worker._engine._runtime.epoch()
+    before = worker._engine._run_folder.generation()
     assert before == "" and store(worker, "a")
-    assert worker._engine._runtime.epoch() != ""
+    assert worker._engine._run_folder.generation() != ""
 
 
 def test_resets_and_loads_of_equal_weights_begin_no_epoch(worker: Any) -> None:
@@ -245,7 +245,7 @@ def test_resets_and_loads_of_equal_weights_begin_no_epoch(worker: Any) -> None:
         process.reset_encoder_cache()
     process.model_runner.model.weight.data.copy_(process.model_runner.model.weight.data.clone())
     assert store(worker, "b") and worker._engine.contains("a", 32)
-    assert worker._engine._runtime.epoch() == ""
+    assert worker._engine._run_folder.generation() == ""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -258,9 +258,9 @@ def test_a_call_that_writes_weights_begins_an_epoch(worker: Any, fails: bool) ->
     with pytest.raises(OSError) if fails else contextlib.nullcontext():
         process.reload_weights()
     assert not worker._engine.contains("a", 32)
-    begun = worker._engine._runtime.epoch()
+    begun = worker._engine._run_folder.generation()
     process.model_runner.model.weight.data.add_(1)  # what the call wrote, or the rest of it
-    assert store(worker, "b") and worker._engine._runtime.epoch() == begun != ""
+    assert store(worker, "b") and worker._engine._run_folder.generation() == begun != ""
 
 
 def test_a_worker_whose_weights_were_never_seen_stores_nothing(worker: Any) -> None:

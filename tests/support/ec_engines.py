@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 def emptied(folder: Path | str, but: ECCacheEngine | None = None) -> bool:
     """Whether shared folders go out of ``folder``, but one engine's: the keeper that removes them takes its time."""
-    stays = [] if but is None else [os.path.basename(but._runtime.path)]
+    stays = [] if but is None else [os.path.basename(but._run_folder.path)]
     deadline = time.monotonic() + 60
     while os.listdir(folder) != stays and time.monotonic() < deadline:
         time.sleep(0.02)

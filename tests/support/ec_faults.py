@@ -175,11 +175,11 @@ def _other_length(path: str, load: Any, engine: Any) -> None:
     """A sound entry of the same id and model that has seven rows: a client's uuid used again for another input."""
     import torch
 
-    from vllm_omni_patch.patches.ec_connector.storage import entry
+    from vllm_omni_patch.patches.ec_connector.storage.entry import Entry, bytes_of
 
-    payload = entry.bytes_of(torch.ones(7, 64).view(torch.uint8).view(-1))
-    header = entry.encode_header(engine._key(load.key), 7, 64, "float32", payload, b"{}")
-    _replace(path, header + bytes(payload))
+    payload = bytes_of(torch.ones(7, 64).view(torch.uint8).view(-1))
+    entry = Entry.describe(engine._key(load.key), 7, 64, "float32", payload, {})
+    _replace(path, entry.header + bytes(payload))
 
 
 def _to_directory(path: str, load: Any, engine: Any) -> None:

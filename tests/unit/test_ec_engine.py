@@ -186,12 +186,12 @@ def test_reused_id_with_another_length_is_encoded_again_and_replaced(build: Any)
     assert same(engine.get("img-1", "cpu", 638), output(638, 64))
 
 
-def test_a_new_epoch_hides_what_was_stored_in_all_processes_and_ends_with_the_run(build: Any) -> None:
+def test_a_new_generation_hides_what_was_stored_in_all_processes_and_ends_with_the_run(build: Any) -> None:
     worker, scheduler = build(disk=True), build("scheduler", disk=True)
     assert worker.put("id", output(4, 4)) and worker.flush(5)
-    scheduler.new_epoch()
+    scheduler.new_generation()
     assert not scheduler.contains("id") and worker.get("id", "cpu") is None
-    worker.new_epoch()
+    worker.new_generation()
     assert worker.put("id", output(4, 4, seed=1)) and worker.flush(5)
     assert scheduler.contains("id") and same(worker.get("id", "cpu"), output(4, 4, seed=1))
     worker.close()
@@ -200,31 +200,33 @@ def test_a_new_epoch_hides_what_was_stored_in_all_processes_and_ends_with_the_ru
     assert same(again.get("id", "cpu"), output(4, 4)), "the next run loads the weights from the model again"
 
 
-def test_an_epoch_that_cannot_be_written_down_still_hides_what_was_stored(build: Any) -> None:
+def test_a_generation_that_cannot_be_written_down_still_hides_what_was_stored(build: Any) -> None:
     worker, scheduler = build(disk=True), build("scheduler", disk=True)
-    worker.new_epoch()
+    worker.new_generation()
     assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as when the memory is full
     try:
-        worker.new_epoch()
+        worker.new_generation()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert worker.get("id", "cpu") is None, "output of the weights of before"
     assert worker.put("id", output(4, 4, seed=1)) and worker.flush(5)
     assert same(worker.get("id", "cpu"), output(4, 4, seed=1))
-    assert not list(Path(worker._runtime.path).glob("epoch.*"))
-    scheduler.new_epoch()
-    assert not scheduler.contains("id") and worker.get("id", "cpu") is None, "an epoch that others began later counts"
+    assert not list(Path(worker._run_folder.path).glob("generation.*"))
+    scheduler.new_generation()
+    assert not scheduler.contains("id") and worker.get("id", "cpu") is None, (
+        "a generation that others began later counts"
+    )
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_a_removed_shared_folder_brings_no_earlier_epoch_back(build: Any, disk: bool) -> None:
+def test_a_removed_shared_folder_brings_no_earlier_generation_back(build: Any, disk: bool) -> None:
     worker, scheduler = build(disk=disk), build("scheduler", disk=disk)
     assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
-    worker.new_epoch()
-    shutil.rmtree(worker._runtime.path)
+    worker.new_generation()
+    shutil.rmtree(worker._run_folder.path)
     assert not scheduler.contains("id") and worker.get("id", "cpu") is None
     deadline = time.monotonic() + 20
     while not scheduler.contains("id") and time.monotonic() < deadline:  # the first store may fail with the folder
@@ -232,26 +234,26 @@ def test_a_removed_shared_folder_brings_no_earlier_epoch_back(build: Any, disk: 
         worker.flush(5)
         time.sleep(0.05)
     assert scheduler.contains("id") and same(scheduler.get("id", "cpu"), output(4, 4, seed=1))
-    assert worker._runtime.epoch() == scheduler._runtime.epoch() != ""
-    worker._runtime.refuse("some/entry")
-    assert scheduler._runtime.refused("some/entry")
-    files = [path for path in Path(worker._runtime.path).rglob("*") if path.is_file()]
+    assert worker._run_folder.generation() == scheduler._run_folder.generation() != ""
+    worker._run_folder.blocklist("some/entry")
+    assert scheduler._run_folder.blocklisted("some/entry")
+    files = [path for path in Path(worker._run_folder.path).rglob("*") if path.is_file()]
     assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)
     worker.close()
     assert scheduler.contains("id")
     scheduler.close()
-    assert emptied(worker._runtime.parent)
+    assert emptied(worker._run_folder.parent)
 
 
-def test_an_epoch_that_cannot_be_read_is_a_miss(build: Any) -> None:
+def test_a_generation_that_cannot_be_read_is_a_miss(build: Any) -> None:
     worker, scheduler = build(disk=True), build("scheduler", disk=True)
     assert worker.put("id", output(4, 4)) and worker.flush(5) and scheduler.contains("id")
-    worker.new_epoch()
+    worker.new_generation()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(OSError):
-            scheduler._runtime.epoch()
+            scheduler._run_folder.generation()
         assert not scheduler.contains("id") and worker.get("id", "cpu") is None
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

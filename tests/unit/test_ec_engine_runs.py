@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in one run: unknown weights, forked children, closing, an epoch that cannot be read."""
+"""The engine in one run: unknown weights, forked children, closing, a generation that cannot be read."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_close_with_a_time_beyond_all_bounds(timeout: float | None, build: Any, 
     assert engine.put("id", output(4, 4)) and engine.flush(1e300)
     engine.close(timeout)
     assert not [thread for thread in threading.enumerate() if thread.name == "ec-writer"]
-    assert emptied(engine._runtime.parent)
+    assert emptied(engine._run_folder.parent)
 
 
 def test_close_goes_on_after_a_part_that_fails(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +97,12 @@ def test_close_goes_on_after_a_part_that_fails(build: Any, monkeypatch: pytest.M
     monkeypatch.setattr(writer, "flush", fail)
     with pytest.raises(ValueError):
         engine.close()
-    assert emptied(engine._runtime.parent)
+    assert emptied(engine._run_folder.parent)
     writer._thread.join(10)
     assert not writer._thread.is_alive()
 
 
-def test_an_epoch_that_cannot_be_read_is_a_miss_and_said_once(
+def test_a_generation_that_cannot_be_read_is_a_miss_and_said_once(
     build: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(disk=True)
@@ -112,16 +112,16 @@ def test_an_epoch_that_cannot_be_read_is_a_miss_and_said_once(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with caplog.at_level(logging.DEBUG, "vllm.omni_patch.ec"), monkeypatch.context() as patch:
-        patch.setattr(engine._runtime, "epoch", unreadable)
+        patch.setattr(engine._run_folder, "generation", unreadable)
         for _ in range(5):
             assert not engine.contains("id") and engine.get("id", "cpu") is None
             assert engine.put("other", output(4, 4)) is False
             engine.discard("id")
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert engine.stats.reasons() == {"epoch unknown": 5}
+    assert engine.stats.reasons() == {"generation unknown": 5}
     assert engine.contains("id") and same(engine.get("id", "cpu"), output(4, 4))
     assert engine.put("other", output(4, 4)) and engine.put("", output(4, 4)) is False
-    assert engine.stats.reasons() == {"epoch unknown": 5, "id not storable": 1}
+    assert engine.stats.reasons() == {"generation unknown": 5, "id not storable": 1}
 
 
 def test_a_store_that_outlives_close_leaves_nothing_in_memory(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +140,4 @@ def test_a_store_that_outlives_close_leaves_nothing_in_memory(build: Any, monkey
     engine.close(0.0)
     go.set()
     engine._writer._thread.join(20)
-    assert emptied(engine._runtime.parent)
+    assert emptied(engine._run_folder.parent)

@@ -77,17 +77,19 @@ def config(model: str, **changes: Any) -> SimpleNamespace:
 def test_a_namespace_stands_for_name_revision_and_weights() -> None:
     here = ModelIdentity("/mnt/a", "r", "files:1:x", {"encoder": {"v": 1}})
     there = ModelIdentity("/mnt/b", "r", "files:1:y", {"encoder": {"v": 1}})
-    assert here.bind("", "", "bfloat16", "") != there.bind("", "", "bfloat16", "")
-    assert here.bind("prod", "", "bfloat16", "") == there.bind("prod", "", "bfloat16", "")
+    assert here.namespace_digest("", "", "bfloat16", "") != there.namespace_digest("", "", "bfloat16", "")
+    assert here.namespace_digest("prod", "", "bfloat16", "") == there.namespace_digest("prod", "", "bfloat16", "")
     other_encoder = ModelIdentity("/mnt/a", "r", "files:1:x", {"encoder": {"v": 2}})
-    assert here.bind("prod", "", "bfloat16", "") != other_encoder.bind("prod", "", "bfloat16", "")
+    assert here.namespace_digest("prod", "", "bfloat16", "") != other_encoder.namespace_digest(
+        "prod", "", "bfloat16", ""
+    )
 
 
 def test_every_part_of_the_binding_counts() -> None:
     model = ModelIdentity("m")
     parts = [("", "", "bfloat16", ""), ("n", "", "bfloat16", ""), ("", "s", "bfloat16", ""), ("", "", "float16", "")]
     parts.append(("", "", "bfloat16", "e"))
-    assert len({model.bind(*part) for part in parts}) == len(parts)
+    assert len({model.namespace_digest(*part) for part in parts}) == len(parts)
 
 
 def test_a_configuration_without_anything_is_still_an_identity() -> None:
@@ -158,7 +160,7 @@ def test_unknown_weights_are_those_of_one_run() -> None:
     fixed = config("org/model")
     fixed.instance_id = "drawn by vLLM"
     assert first.fingerprint != model_identity(fixed).fingerprint, "an operator fixed the engine's id"
-    assert first.bind("prod", "", "", "") == model_identity(next_run).bind("prod", "", "", "")
+    assert first.namespace_digest("prod", "", "", "") == model_identity(next_run).namespace_digest("prod", "", "", "")
     assert model_identity(config("org/model", engine_id=None)).run_unknown
 
 

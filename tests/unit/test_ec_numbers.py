@@ -212,7 +212,7 @@ class Place:
 
 def write_all(place: Place, stats: ECStats, jobs: int, local_only: bool = False) -> None:
     staging = Staging(1 << 20)
-    writer = Writer(staging, [place], [], b"{}", stats, queue_entries=9, retry_seconds=0, stored=lambda key: None)
+    writer = Writer(staging, [place], [], {}, stats, queue_entries=9, retry_seconds=0, stored=lambda key: None)
     for index in range(jobs):
         slot = staging.take(64)
         assert slot is not None and writer.submit(Job(key(str(index)), slot, 4, 8, "bfloat16", local_only=local_only))
@@ -220,13 +220,13 @@ def write_all(place: Place, stats: ECStats, jobs: int, local_only: bool = False)
     writer.close(5)
 
 
-def test_stores_work_again_when_one_was_stored(lines: Any) -> None:
+def test_writes_resume_when_one_was_stored(lines: Any) -> None:
     stats = ECStats("worker")
     write_all(Place(OSError("read-only"), "present", OSError("read-only")), stats, 3)
-    assert len(lines()) == 1 and lines("INFO") == [], "that an entry was there already proves nothing about stores"
+    assert len(lines()) == 1 and lines("INFO") == [], "that an entry was there already proves nothing about writes"
     assert (stats.snapshot().dropped, stats.snapshot().duplicates) == (2, 1)
     write_all(Place(OSError("read-only"), "stored"), stats, 2)
-    assert any("work again" in text for text in lines("INFO"))
+    assert any("resumed" in text for text in lines("INFO"))
 
 
 def test_a_copy_of_what_a_remote_keeps_is_not_called_dropped() -> None:
@@ -246,7 +246,7 @@ def test_an_error_in_the_writer_is_counted_and_logged_once(lines: Any) -> None:
 
 
 def shared(folder: Path) -> tuple[RemoteTier, ECStats]:
-    from vllm_omni_patch.patches.ec_connector.storage.remote import SharedFolder
+    from vllm_omni_patch.patches.ec_connector.storage.shared_folder import SharedFolder
 
     stats = ECStats("worker")
     tier = RemoteTier("fs://", SharedFolder(str(folder), False, 0.0), ECConfig(lookup_deadline=5.0), stats)
@@ -259,14 +259,14 @@ def test_an_entry_that_is_replaced_while_it_is_loaded_is_not_damaged(
 ) -> None:
     tier, stats = shared(tmp_path)
     assert tier.write(key(), *made_entry()) == "stored"
-    real = tier._remote.header
+    real = tier._remote.find
 
     def then_replaced(*args: Any) -> Any:
         found = real(*args)
         tier._remote.write(key(), *made_entry(rows=7), 1.0)
         return found
 
-    monkeypatch.setattr(tier._remote, "header", then_replaced)
+    monkeypatch.setattr(tier._remote, "find", then_replaced)
     assert tier.load(key(), 4) is None
     monkeypatch.undo()
     assert stats.snapshot().bad_entries == 0 and lines() == []
@@ -287,14 +287,14 @@ def test_a_damaged_header_found_by_a_lookup_is_counted_and_removed(tmp_path: Pat
 
 def test_a_connection_alone_does_not_say_that_lookups_work(lines: Any) -> None:
     server = Server()
-    real, server.header = server.header, broken_header  # type: ignore[method-assign]
+    real, server.find = server.find, broken_header  # type: ignore[method-assign]
     tier = tier_on(server, retry_seconds=0.01)
     assert tier.wait_ready(5)
     until(lambda: not tier.contains(key(), None) and server.connects >= 4)
     assert len(lines()) == 1 and lines("INFO") == []
-    server.header = real  # type: ignore[method-assign]
+    server.find = real  # type: ignore[method-assign]
     until(lambda: not tier.contains(key(), None) and bool(lines("INFO")))
-    assert "work again" in lines("INFO")[0]
+    assert "resumed" in lines("INFO")[0]
     tier.close(1)
 
 

@@ -147,11 +147,11 @@ def test_a_metadata_only_item_that_is_nowhere_fails_its_request_alone(
     assert side.take_unavailable() == set()
 
 
-def test_a_new_epoch_offers_nothing_of_before(store: Any) -> None:
+def test_a_new_generation_offers_nothing_of_before(store: Any) -> None:
     side = SchedulerSide(store, ItemKeys())
     keep(store, "a")
     assert side.has_item("a")
-    store.new_epoch()  # as another process of the engine does
+    store.new_generation()  # as another process of the engine does
     side.plan()
     assert not side.has_item("a")
     keep(store, "a")

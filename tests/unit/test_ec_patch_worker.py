@@ -298,7 +298,7 @@ def test_vllms_own_copy_of_a_promised_item_is_not_taken_after_a_change(store: An
     assert cache == {} and len(side.take_failed()) == 1
 
 
-def test_an_output_of_changed_weights_is_stored_in_a_new_epoch(store: Any, tmp_path: Path) -> None:
+def test_an_output_of_changed_weights_is_stored_in_a_new_generation(store: Any, tmp_path: Path) -> None:
     weights = Weights()
     side = worker(store, weights_changed=weights)
     side.load({}, StepPlan())
@@ -401,7 +401,7 @@ def _changing_rank(rank: int, port: int, folder: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def test_a_change_on_one_rank_is_a_new_epoch_on_all(tmp_path: Path) -> None:
+def test_a_change_on_one_rank_is_a_new_generation_on_all(tmp_path: Path) -> None:
     assert _two(_changing_rank, tmp_path) == [
         ([], [], True, False),
         (["a"], [], True, False),

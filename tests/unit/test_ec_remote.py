@@ -14,13 +14,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.guard import Lane, Pause, Stuck
 from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
-from vllm_omni_patch.patches.ec_connector.storage import entry
+from vllm_omni_patch.patches.ec_connector.storage.breaker import CircuitBreaker
+from vllm_omni_patch.patches.ec_connector.storage.entry import Entry, FormatError
+from vllm_omni_patch.patches.ec_connector.storage.executor import SingleThreadExecutor, Stuck
 from vllm_omni_patch.patches.ec_connector.storage.key import Key, encode_id, stable_u64
-from vllm_omni_patch.patches.ec_connector.storage.remote import RemoteTier, shared_folder_path
+from vllm_omni_patch.patches.ec_connector.storage.remote import RemoteTier
+from vllm_omni_patch.patches.ec_connector.storage.shared_folder import shared_folder_path
 
 
 class Server:
@@ -47,23 +49,22 @@ class Server:
         if not self.up:
             raise ConnectionError("reset")
 
-    def header(self, key: Key, seconds: float) -> Any:
+    def find(self, key: Key, seconds: float) -> Entry | None:
         self._serve()
         found = self.entries.get(key.path)
-        return (
-            None if found is None else entry.decode_header(found[0], len(found[0]) + entry.declared_payload(found[0]))
-        )
+        return None if found is None else Entry.decode(found[0])
 
-    def read(self, key: Key, header: Any) -> memoryview:
+    def read(self, key: Key, entry: Entry) -> memoryview:
         self._serve()
-        data = self.entries[key.path][1]
-        if len(data) != header.payload:
-            raise entry.FormatError("a piece is missing")
-        return memoryview(bytearray(data))
+        data = memoryview(bytearray(self.entries[key.path][1]))
+        if len(data) != entry.payload:
+            raise FormatError("a piece is missing")
+        entry.verify(data)
+        return data
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
+    def write(self, key: Key, entry: Entry, payload: memoryview, seconds: float) -> str:
         self._serve()
-        self.entries[key.path] = (header, bytes(payload))
+        self.entries[key.path] = (entry.header, bytes(payload))
         return "stored"
 
     def remove(self, key: Key) -> bool:
@@ -75,9 +76,9 @@ def key(mm_hash: str = "id") -> Key:
     return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
 
 
-def made_entry(mm_hash: str = "id", rows: int = 4) -> tuple[bytes, memoryview]:
+def made_entry(mm_hash: str = "id", rows: int = 4) -> tuple[Entry, memoryview]:
     data = memoryview(bytearray(range(rows * 8 * 2)))
-    return entry.encode_header(key(mm_hash), rows, 8, "bfloat16", data, b"{}"), data
+    return Entry.describe(key(mm_hash), rows, 8, "bfloat16", data, {}), data
 
 
 @pytest.fixture
@@ -102,10 +103,10 @@ def until(condition: Any, seconds: float = 60.0) -> None:
 def test_store_look_up_load_remove(server: Server) -> None:
     tier = tier_on(server)
     assert tier.wait_ready(5)
-    header, payload = made_entry()
+    entry, payload = made_entry()
     assert not tier.contains(key(), None) and tier.load(key(), None) is None
-    assert tier.write(key(), header, payload) == "stored"
-    assert tier.write(key(), header, payload) == "present"
+    assert tier.write(key(), entry, payload) == "stored"
+    assert tier.write(key(), entry, payload) == "present"
     assert tier.contains(key(), 4) and not tier.contains(key(), 5)
     loaded = tier.load(key(), 4)
     assert loaded is not None and bytes(loaded[1]) == bytes(payload)
@@ -128,7 +129,7 @@ def test_a_hung_server_costs_one_deadline_then_nothing(server: Server, caplog: p
         for _ in range(1000):
             assert not tier.contains(key(), None) and tier.load(key(), None) is None
         assert time.monotonic() - began < 10
-    assert len([record for record in caplog.records if "stop" in record.message]) == 1
+    assert len([record for record in caplog.records if "paused" in record.message]) == 1
     assert server.calls == 1
     until(lambda: server.drops == 1)
     tier.close(0.5)
@@ -143,7 +144,7 @@ def test_it_reconnects_when_the_server_is_back(server: Server, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "vllm.omni_patch.ec"):
         server.up = True
         until(lambda: tier.contains(key(), None))
-        until(lambda: "work again" in caplog.text)
+        until(lambda: "resumed" in caplog.text)
     assert server.connects >= 2
     tier.close(1)
 
@@ -164,12 +165,12 @@ def test_a_server_that_is_down_at_the_start_is_found_later(server: Server) -> No
 def test_a_damaged_entry_is_a_miss_and_removed(part: str, server: Server) -> None:
     tier = tier_on(server)
     assert tier.wait_ready(5)
-    header, payload = made_entry()
-    damaged = header[:50] + b"???" + header[53:]
-    server.entries[key().path] = (damaged, bytes(payload)) if part == "header" else (header, bytes(payload)[:-1])
+    entry, payload = made_entry()
+    damaged = entry.header[:50] + b"???" + entry.header[53:]
+    server.entries[key().path] = (damaged, bytes(payload)) if part == "header" else (entry.header, bytes(payload)[:-1])
     assert tier.load(key(), None) is None
     assert server.entries == {} and tier.contains(key(), None) is False
-    assert tier.write(key(), header, payload) == "stored" and tier.load(key(), None) is not None
+    assert tier.write(key(), entry, payload) == "stored" and tier.load(key(), None) is not None
     tier.close(1)
 
 
@@ -186,32 +187,32 @@ def test_close_leaves_no_thread_even_when_the_server_hangs(server: Server) -> No
     assert not tier.contains(key(), None) and tier.load(key(), None) is None
 
 
-def test_lane() -> None:
-    lane = Lane("lane")
-    assert lane.run(lambda: 7, 5) == 7
+def test_single_thread_executor() -> None:
+    executor = SingleThreadExecutor("executor")
+    assert executor.run(lambda: 7, 5) == 7
     with pytest.raises(ZeroDivisionError):
-        lane.run(lambda: 1 // 0, 5)
+        executor.run(lambda: 1 // 0, 5)
     gate = threading.Event()
     with pytest.raises(Stuck):
-        lane.run(lambda: gate.wait(10), 0.05)
+        executor.run(lambda: gate.wait(10), 0.05)
     with pytest.raises(Stuck, match="earlier"):
-        lane.run(lambda: 7, 0.05)
-    assert lane.busy_for() > 0 and not lane.close(0.05)
+        executor.run(lambda: 7, 0.05)
+    assert not executor.close(0.05)
     gate.set()
-    assert lane.close(5)
+    assert executor.close(5)
     with pytest.raises(Stuck):
-        lane.run(lambda: 7, 5)
+        executor.run(lambda: 7, 5)
 
 
-def test_pause_doubles_up_to_a_minute() -> None:
-    pause = Pause("x", 1.0)
+def test_a_circuit_breaker_s_pause_doubles_up_to_a_minute() -> None:
+    breaker = CircuitBreaker("x", 1.0)
     lengths = []
     for _ in range(8):
-        pause.failed(OSError("no"))
-        lengths.append(pause._pause)
-    assert lengths == [1, 2, 4, 8, 16, 32, 60, 60] and not pause.open()
-    pause.worked()
-    assert pause.open() and not pause.failing
+        breaker.failed(OSError("no"))
+        lengths.append(breaker._pause)
+    assert lengths == [1, 2, 4, 8, 16, 32, 60, 60] and not breaker.allows()
+    breaker.worked()
+    assert breaker.allows() and not breaker.failing
 
 
 @pytest.mark.parametrize(
@@ -292,17 +293,17 @@ def test_discard_reaches_the_shared_folder(hosts: Any, tmp_path: Path) -> None:
 def test_a_store_that_the_shared_folder_did_not_take_is_not_counted(hosts: Any, tmp_path: Path) -> None:
     one = hosts("one")
     tier = one._tiers.remote[0]
-    header, payload = made_entry()
-    assert tier.write(key(), header, payload) == "stored"
+    entry, payload = made_entry()
+    assert tier.write(key(), entry, payload) == "stored"
     (path,) = (tmp_path / "shared").rglob("*.ec")
     path.unlink()
     path.mkdir()
-    assert tier.write(key(), header, payload, force=True) == "address taken"
+    assert tier.write(key(), entry, payload, force=True) == "address taken"
 
 
-def test_an_epoch_of_one_run_stays_on_its_host(hosts: Any, tmp_path: Path) -> None:
+def test_a_generation_of_one_run_stays_on_its_host(hosts: Any, tmp_path: Path) -> None:
     one = hosts("one")
-    one.new_epoch()
+    one.new_generation()
     assert one.put("id", torch.ones(4, 4, dtype=torch.bfloat16)) and one.flush(10)
     assert one.contains("id") and not list((tmp_path / "shared").rglob("*.ec"))
 
@@ -380,9 +381,9 @@ def test_no_password_in_messages(server: Server, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.DEBUG, "vllm.omni_patch.ec"):
         tier = RemoteTier(url, server, ECConfig(remote_url=url, retry_seconds=0.01), ECStats("worker"))
         assert tier.wait_ready(5)
-        server.entries[key().path] = (made_entry()[0], b"")
+        server.entries[key().path] = (made_entry()[0].header, b"")
         assert tier.load(key(), None) is None
-        server.connect = server.header = server.write = refuse  # type: ignore[method-assign,assignment]
+        server.connect = server.find = server.write = refuse  # type: ignore[method-assign,assignment]
         with pytest.raises(OSError, match="no answer from redis://host:1"):
             tier.write(key(), *made_entry(), force=True)
         until(lambda: "no answer" in caplog.text or tier.contains(key(), None))

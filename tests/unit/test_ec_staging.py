@@ -35,7 +35,7 @@ def test_slots_in_use_never_overlap_and_keep_what_was_written(seed: int) -> None
         slot, value = used.popleft()
         assert bool((slot.memory == value).all())
         staging.give_back(slot)
-    assert taken > 500 and staging.in_use == 0
+    assert taken > 500
     whole = staging.take(64 * PAGE)
     assert whole is not None and staging.take(1) is None
     staging.give_back(whole)
@@ -48,10 +48,10 @@ def test_one_large_output_at_a_time_gets_memory_of_its_own() -> None:
     assert large is not None and large.memory.numel() == 100 * PAGE
     assert staging.take(100 * PAGE) is None
     small = staging.take(PAGE)
-    assert small is not None and staging.in_use == 101 * PAGE
+    assert small is not None
     staging.give_back(large)
     staging.give_back(small)
-    assert staging.in_use == 0 and staging.take(100 * PAGE) is not None
+    assert staging.take(100 * PAGE) is not None
 
 
 def test_slots_given_back_out_of_order_come_back_in_the_end() -> None:
@@ -62,7 +62,7 @@ def test_slots_given_back_out_of_order_come_back_in_the_end() -> None:
         slot = slots[index]
         assert slot is not None
         staging.give_back(slot)
-    assert staging.in_use == 0 and staging.take(4 * PAGE) is not None
+    assert staging.take(4 * PAGE) is not None
 
 
 def test_populating_changes_nothing() -> None:

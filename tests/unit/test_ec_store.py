@@ -17,17 +17,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.ec_connector.storage import entry
+from vllm_omni_patch.patches.ec_connector.storage.entry import Entry
 from vllm_omni_patch.patches.ec_connector.storage.files import BadEntry, FileStore
-from vllm_omni_patch.patches.ec_connector.storage.folder import Busy
+from vllm_omni_patch.patches.ec_connector.storage.folder_lock import Busy
 from vllm_omni_patch.patches.ec_connector.storage.key import Key, encode_id, stable_u64
 
 MIB = 1 << 20
-BINDING = b"b" * 32
+NAMESPACE = b"b" * 32
 
 
-def key(mm_hash: str, binding: bytes = BINDING) -> Key:
-    return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", binding)
+def key(mm_hash: str, namespace_digest: bytes = NAMESPACE) -> Key:
+    return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", namespace_digest)
 
 
 def content(mm_hash: str, size: int) -> memoryview:
@@ -36,15 +36,15 @@ def content(mm_hash: str, size: int) -> memoryview:
 
 def write(store: FileStore, mm_hash: str, size: int = 2048, rows: int = 4, **options: bool) -> str:
     data = content(mm_hash, size)
-    header = entry.encode_header(key(mm_hash), rows, size // rows // 2, "bfloat16", data, b"{}")
-    return store.write(key(mm_hash), header, data, **options)
+    entry = Entry.describe(key(mm_hash), rows, size // rows // 2, "bfloat16", data, {})
+    return store.write(key(mm_hash), entry, data, **options)
 
 
 def read(store: FileStore, mm_hash: str, rows: int | None = None) -> bytes | None:
     box: list[bytearray] = []
 
-    def allocate(header: entry.Header) -> memoryview:
-        box.append(bytearray(header.payload))
+    def allocate(entry: Entry) -> memoryview:
+        box.append(bytearray(entry.payload))
         return memoryview(box[0])
 
     return None if store.read(key(mm_hash), rows, allocate) is None else bytes(box[0])
@@ -71,8 +71,8 @@ def test_what_is_written_is_read_by_another_store(tmp_path: Path) -> None:
     other = opened(tmp_path)
     assert read(other, "a") == bytes(content("a", 2048))
     assert read(other, "a", 4) is not None and read(other, "a", 5) is None and read(other, "b") is None
-    assert other.contains(key("a"), 4) and not other.contains(key("a"), 5)
-    assert not other.contains(key("a", b"c" * 32)), "another model"
+    assert other.find(key("a"), 4) and not other.find(key("a"), 5)
+    assert not other.find(key("a", b"c" * 32)), "another model"
 
 
 def test_files_and_folders_are_private(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_files_and_folders_are_private(tmp_path: Path) -> None:
 def test_no_id_leaves_the_folder(mm_hash: str, tmp_path: Path) -> None:
     store = opened(tmp_path / "in")
     data = content("z", 64)
-    header = entry.encode_header(key(mm_hash), 4, 8, "bfloat16", data, b"{}")
-    assert store.write(key(mm_hash), header, data) == "stored"
-    assert store.contains(key(mm_hash))
+    entry = Entry.describe(key(mm_hash), 4, 8, "bfloat16", data, {})
+    assert store.write(key(mm_hash), entry, data) == "stored"
+    assert store.find(key(mm_hash))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -120,15 +120,15 @@ def test_same_id_with_another_length_replaces_the_entry(tmp_path: Path) -> None:
 
 def test_two_ids_with_one_64_bit_value_are_never_confused(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    first = Key("a", b"a", 7, "bfloat16", BINDING)
-    second = Key("b", b"b", 7, "bfloat16", BINDING)
+    first = Key("a", b"a", 7, "bfloat16", NAMESPACE)
+    second = Key("b", b"b", 7, "bfloat16", NAMESPACE)
     data = content("a", 64)
-    store.write(first, entry.encode_header(first, 4, 8, "bfloat16", data, b"{}"), data)
+    store.write(first, Entry.describe(first, 4, 8, "bfloat16", data, {}), data)
     assert first.path == second.path
-    assert store.contains(first) and not store.contains(second)
+    assert store.find(first) and not store.find(second)
     other = content("b", 64)
-    assert store.write(second, entry.encode_header(second, 4, 8, "bfloat16", other, b"{}"), other) == "stored"
-    assert store.contains(second) and not store.contains(first)
+    assert store.write(second, Entry.describe(second, 4, 8, "bfloat16", other, {}), other) == "stored"
+    assert store.find(second) and not store.find(first)
 
 
 def test_the_limit_holds_over_what_was_there_and_oldest_go_first(tmp_path: Path) -> None:
@@ -207,41 +207,41 @@ def test_damage_is_found_and_never_served(damage: str, size: int, tmp_path: Path
     with pytest.raises(BadEntry) as error:
         read(store, "a")
     assert store.remove(key("a"), error.value.seen)
-    assert read(store, "a") is None and not store.contains(key("a"))
+    assert read(store, "a") is None and not store.find(key("a"))
     assert write(store, "a", size) == "stored"
 
 
 def test_a_file_cut_short_while_it_is_read_is_found(tmp_path: Path) -> None:
     store = opened(tmp_path)
     write(store, "a", 4 * MIB)
-    entry = store.open(key("a"))
-    assert entry is not None
+    found = store.open(key("a"))
+    assert found is not None
     os.truncate(os.path.join(store.folder.root, key("a").path), MIB)
     with pytest.raises(BadEntry, match="cut off"):
-        entry.read_into(memoryview(bytearray(entry.header.payload)))
-    entry.close()
+        found.read_into(memoryview(bytearray(found.entry.payload)))
+    found.close()
 
 
 def test_an_entry_replaced_while_it_is_read_stays_whole(tmp_path: Path) -> None:
     store = opened(tmp_path)
     write(store, "a", 4 * MIB)
-    entry = store.open(key("a"))
-    assert entry is not None
+    found = store.open(key("a"))
+    assert found is not None
     write(store, "a", 2 * MIB, force=True)
     buffer = memoryview(bytearray(4 * MIB))
-    entry.read_into(buffer)
-    entry.close()
+    found.read_into(buffer)
+    found.close()
     assert bytes(buffer) == bytes(content("a", 4 * MIB))
 
 
 def test_a_removal_of_what_was_seen_spares_what_came_after(tmp_path: Path) -> None:
     store = opened(tmp_path)
     write(store, "a")
-    entry = store.open(key("a"))
-    assert entry is not None
-    entry.close()
+    found = store.open(key("a"))
+    assert found is not None
+    found.close()
     write(store, "a", force=True)
-    assert store.remove(key("a"), entry.status)
+    assert store.remove(key("a"), found.status)
     assert read(store, "a") is not None
 
 
@@ -288,11 +288,11 @@ def writer_process(path: Path, how: str) -> subprocess.Popen[str]:
 def test_leftovers_of_a_killed_writer_are_counted_then_cleaned(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert writer_process(tmp_path, "die").wait() == -signal.SIGKILL
-    assert len(os.listdir(store.folder.temporaries)) == 1
+    assert len(os.listdir(store.folder.listing.tmp)) == 1
     assert store.folder.counted() == MIB
-    assert not store.contains(Key("a", b"a", 1, "bfloat16", BINDING))
+    assert not store.find(Key("a", b"a", 1, "bfloat16", NAMESPACE))
     assert write(store, "b") == "stored"
-    assert os.listdir(store.folder.temporaries) == []
+    assert os.listdir(store.folder.listing.tmp) == []
     assert store.folder.counted() == on_disk(store)
 
 
@@ -300,22 +300,22 @@ def test_a_live_writer_s_file_is_left_alone_and_its_key_is_busy(tmp_path: Path) 
     store = opened(tmp_path)
     process = writer_process(tmp_path, "wait")
     try:
-        busy = Key("a", b"a", 1, "bfloat16", BINDING)
+        busy = Key("a", b"a", 1, "bfloat16", NAMESPACE)
         data = content("a", 64)
-        assert store.write(busy, entry.encode_header(busy, 4, 8, "bfloat16", data, b"{}"), data) == "busy"
+        assert store.write(busy, Entry.describe(busy, 4, 8, "bfloat16", data, {}), data) == "busy"
         assert store.folder.usage() == (MIB, 0)
-        assert len(os.listdir(store.folder.temporaries)) == 1
+        assert len(os.listdir(store.folder.listing.tmp)) == 1
     finally:
         process.kill()
         process.wait()
-    assert store.write(busy, entry.encode_header(busy, 4, 8, "bfloat16", data, b"{}"), data) == "stored"
+    assert store.write(busy, Entry.describe(busy, 4, 8, "bfloat16", data, {}), data) == "stored"
     assert store.folder.usage()[0] == on_disk(store)
 
 
 def test_a_held_lock_delays_a_store_only_so_long(tmp_path: Path) -> None:
     store = opened(tmp_path)
     write(store, "a")
-    store.folder._lock_seconds = 0.05
+    store.folder.lock._seconds = 0.05
     with open(os.path.join(store.folder.root, "lock"), "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(Busy, match="held by another process"):
@@ -353,7 +353,7 @@ def test_a_folder_without_a_limit_cleans_leftovers_too(tmp_path: Path) -> None:
     store = opened(tmp_path, None)
     assert writer_process(tmp_path, "die").wait() == -signal.SIGKILL
     assert write(store, "a") == "stored"
-    assert os.listdir(store.folder.temporaries) == []
+    assert os.listdir(store.folder.listing.tmp) == []
 
 
 def _hammer(path: str, seed: int, seconds: float, failures: multiprocessing.Queue) -> None:
@@ -396,4 +396,4 @@ def test_processes_that_write_and_read_one_folder_stay_within_the_limit(tmp_path
     assert 0 < highest <= 6 * MIB + 3 * 600 * 1024
     assert store.folder.usage()[0] == on_disk(store) <= 6 * MIB
     assert store.folder.counted() == on_disk(store)
-    assert os.listdir(store.folder.temporaries) == []
+    assert os.listdir(store.folder.listing.tmp) == []

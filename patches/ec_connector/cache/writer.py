@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of storing that need not happen on the model thread: one thread, a bounded queue, patience with storage.
 
-A tier that fails (disk full, read-only or vanished folder) is left alone for a while: one warning when it stops, one
-line when it works again, and the outputs of that time are dropped and counted.
+A tier that fails (disk full, read-only or vanished folder) is left alone for a while: one warning when writes to it
+pause, one line when they resume, and the outputs of that time are dropped and counted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,10 +17,9 @@ from vllm_omni_patch import ledger
 
 from ..config import MAX_SECONDS
 from ..stats import ECStats
-from ..storage import entry
-from ..storage.entry import FormatError
+from ..storage.breaker import CircuitBreaker
+from ..storage.entry import Entry, FormatError, bytes_of
 from ..storage.key import Key
-from .guard import Pause
 from .staging import Slot, Staging
 
 _log = ledger.logger("ec")
@@ -37,7 +36,7 @@ class Tier(Protocol):
 
     name: str
 
-    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> str:
+    def write(self, key: Key, entry: Entry, payload: memoryview, *, force: bool = False) -> str:
         """Store an entry; says what became of it. Raises ``OSError`` when the storage failed."""
 
     def recover(self) -> None:
@@ -70,7 +69,7 @@ class Writer:
         staging: Staging,
         chain: Sequence[Tier],
         also: Sequence[Tier],
-        label: bytes,
+        about: Mapping[str, str],
         stats: ECStats,
         *,
         queue_entries: int,
@@ -78,9 +77,9 @@ class Writer:
         stored: Callable[[Key], None],
     ) -> None:
         self._staging = staging
-        self._chain = [(tier, Pause(f"Encoder cache stores to {tier.name}", retry_seconds)) for tier in chain]
-        self._also = [(tier, Pause(f"Encoder cache stores to {tier.name}", retry_seconds)) for tier in also]
-        self._label = label
+        self._chain = [(tier, _breaker(tier, retry_seconds)) for tier in chain]
+        self._also = [(tier, _breaker(tier, retry_seconds)) for tier in also]
+        self._about = about
         self._stats = stats
         self._limit = queue_entries
         self._stored = stored
@@ -181,20 +180,20 @@ class Writer:
     def _store(self, job: Job) -> None:
         if job.ready is not None:
             job.ready()
-        payload = entry.bytes_of(job.slot.memory)
+        payload = bytes_of(job.slot.memory)
         try:
-            header = entry.encode_header(job.key, job.rows, job.columns, job.dtype, payload, self._label)
+            entry = Entry.describe(job.key, job.rows, job.columns, job.dtype, payload, self._about)
         except FormatError as error:
             self._dropped(job, "not storable")
             _log.debug("not stored: %s", error)
             return
         outcomes = []
-        for tier, pause in self._chain:
-            outcomes.append(self._write(tier, pause, job, header, payload))
+        for tier, breaker in self._chain:
+            outcomes.append(self._write(tier, breaker, job, entry, payload))
             if outcomes[-1] in _TAKEN:
                 break
         if not job.local_only:
-            outcomes += [self._write(tier, pause, job, header, payload) for tier, pause in self._also]
+            outcomes += [self._write(tier, breaker, job, entry, payload) for tier, breaker in self._also]
         if "stored" in outcomes:
             self._stats.add("stored")
             self._stats.add("bytes_stored", payload.nbytes)
@@ -209,16 +208,20 @@ class Writer:
         if not job.local_only:
             self._stats.add("dropped", 1, reason)
 
-    def _write(self, tier: Tier, pause: Pause, job: Job, header: bytes, payload: memoryview) -> str:
-        if not pause.open():
+    def _write(self, tier: Tier, breaker: CircuitBreaker, job: Job, entry: Entry, payload: memoryview) -> str:
+        if not breaker.allows():
             return "paused"
         try:
-            if pause.failing:
+            if breaker.failing:
                 tier.recover()
-            outcome = tier.write(job.key, header, payload, force=job.force)
+            outcome = tier.write(job.key, entry, payload, force=job.force)
         except OSError as error:
-            pause.failed(error)
+            breaker.failed(error)
             return "storage failing"
         if outcome == "stored":
-            pause.worked()
+            breaker.worked()
         return outcome
+
+
+def _breaker(tier: Tier, retry_seconds: float) -> CircuitBreaker:
+    return CircuitBreaker(f"Encoder cache writes to {tier.name}", retry_seconds)

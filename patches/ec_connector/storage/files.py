@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from . import entry
-from .entry import FormatError, Header
+from .entry import PIECE, Entry, FormatError, read_entry
 from .folder import OPEN_ENTRY, Folder
 from .key import Key
 
@@ -40,10 +39,10 @@ class BadEntry(Exception):
 
 @dataclass
 class OpenEntry:
-    """A file opened for reading whose header has been checked. Close with :meth:`close`."""
+    """A file opened for reading whose header has been decoded. Close with :meth:`close`."""
 
     handle: int
-    header: Header
+    entry: Entry
     status: os.stat_result
 
     def close(self) -> None:
@@ -51,25 +50,24 @@ class OpenEntry:
         os.close(self.handle)
 
     def read_into(self, buffer: memoryview) -> None:
-        """Read the payload into ``buffer`` (exactly as long) and verify its checksum.
+        """Read the payload into ``buffer`` (exactly as long) and compare the checksum.
 
         Raises:
             BadEntry: shorter than its header says, or the checksum differs.
             OSError: the device failed.
         """
-        total = self.header.payload
-        check = entry.Checksum(total)
+        offset, total = len(self.entry.header), self.entry.payload
+        check = self.entry.check()
         position = 0
         while position < total:
-            end = min(position + entry.PIECE, total)
-            start = position
+            start, end = position, min(position + PIECE, total)
             while position < end:
-                count = os.preadv(self.handle, [buffer[position:end]], self.header.size + position)
+                count = os.preadv(self.handle, [buffer[position:end]], offset + position)
                 if count == 0:
                     raise BadEntry(f"cut off at {position} of {total} bytes", self.status)
                 position += count
-            check.add(buffer[start:end])
-        if check.digest() != self.header.checksum:
+            check.update(buffer[start:end])
+        if check.hexdigest() != self.entry.checksum:
             raise BadEntry("checksum differs", self.status)
 
 
@@ -97,98 +95,89 @@ class FileStore:
         self._touch_seconds = touch_seconds
 
     def open(self, key: Key) -> OpenEntry | None:
-        """Open the entry at ``key``'s address and check its header; ``None`` when there is none.
+        """Open the entry at ``key``'s address and decode its header; ``None`` when there is none.
 
-        Whether it *is* the entry that ``key`` means is for ``header.matches`` to say.
+        Whether it *is* the entry that ``key`` means is for :meth:`Entry.matches` to say.
 
         Raises:
             BadEntry: something is there that is no sound entry.
             OSError: the storage failed.
         """
         try:
-            handle = os.open(os.path.join(self.folder.root, key.path), OPEN_ENTRY)
+            return open_path(os.path.join(self.folder.root, key.path))
         except FileNotFoundError:
             return None
-        try:
-            return open_handle(handle)
-        except BaseException:
-            os.close(handle)
-            raise
 
-    def contains(self, key: Key, rows: int | None = None) -> bool:
-        """Whether an entry with a sound header matches ``key`` and ``rows``.
+    def find(self, key: Key, rows: int | None = None) -> Entry | None:
+        """What the header says of the entry that matches ``key`` and ``rows``; ``None``: no such.
 
         Raises:
             BadEntry: see :meth:`open`.
             OSError: the storage failed.
         """
-        entry = self.open(key)
-        if entry is None:
-            return False
-        entry.close()
-        return entry.header.matches(key, rows)
+        found = self.open(key)
+        if found is None:
+            return None
+        found.close()
+        return found.entry if found.entry.matches(key, rows) else None
 
     def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
         """Whether a put of this shape and dtype would only write what is there already."""
         try:
-            entry = self.open(key)
+            found = self.find(key, rows)
         except (BadEntry, OSError):
             return False
-        if entry is None:
-            return False
-        entry.close()
-        header = entry.header
-        return header.matches(key, rows) and header.columns == columns and header.dtype == dtype
+        return found is not None and (found.columns, found.dtype) == (columns, dtype)
 
-    def read(self, key: Key, rows: int | None, allocate: Callable[[Header], memoryview]) -> Header | None:
-        """Read and verify the entry that matches ``key`` and ``rows`` into ``allocate(header)``; ``None``: no such.
+    def read(self, key: Key, rows: int | None, allocate: Callable[[Entry], memoryview]) -> Entry | None:
+        """Read and verify the entry that matches ``key`` and ``rows`` into ``allocate(entry)``; ``None``: no such.
 
         Raises:
             BadEntry: the entry is damaged; what is in the buffer must not be used.
             OSError: the storage failed.
             MemoryError, RuntimeError: from ``allocate``.
         """
-        entry = self.open(key)
-        if entry is None:
+        found = self.open(key)
+        if found is None:
             return None
         try:
-            if not entry.header.matches(key, rows):
+            if not found.entry.matches(key, rows):
                 return None
-            entry.read_into(allocate(entry.header))
-            self._touch(entry)
-            return entry.header
+            found.read_into(allocate(found.entry))
+            self._touch(found)
+            return found.entry
         finally:
-            entry.close()
+            found.close()
 
-    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> Outcome:
+    def write(self, key: Key, entry: Entry, payload: memoryview, *, force: bool = False) -> Outcome:
         """Publish an entry. ``force`` writes it even when an equal one seems to be there.
 
         Raises:
             OSError: the storage failed; nothing is left behind.
         """
-        size = len(header) + payload.nbytes
-        if not self.folder.fits(size):
+        if not self.folder.fits(entry.size):
             return "too large"
-        new = entry.decode_header(header, size)
-        if not force and self.has(key, new.rows, new.columns, new.dtype):
+        if not force and self._has_equal(key, entry):
             return "present"
-        unless = None if force else new
         try:
-            return self._write(key, header, payload, unless)
+            return self._write(key, entry, payload, force)
         except OSError as error:
             # Full before the limit is reached: others keep things there too.
-            if error.errno not in _FULL or not self.folder.shrink(size):
+            if error.errno not in _FULL or not self.folder.shrink(entry.size):
                 raise
-        return self._write(key, header, payload, unless)
+        return self._write(key, entry, payload, force)
 
-    def _write(self, key: Key, header: bytes, payload: memoryview, unless: Header | None) -> Outcome:
-        """Reserve, write, publish. Not when an entry like ``unless`` is there."""
-        reserved = self.folder.reserve(key, len(header) + payload.nbytes)
+    def _has_equal(self, key: Key, entry: Entry) -> bool:
+        return self.has(key, entry.rows, entry.columns, entry.dtype)
+
+    def _write(self, key: Key, entry: Entry, payload: memoryview, force: bool) -> Outcome:
+        """Reserve, write, publish."""
+        reserved = self.folder.reserve(key, entry.size)
         if reserved is None:
             return "busy"
         handle, temporary = reserved
         try:
-            outcome = self._fill(handle, temporary, key, [memoryview(header), payload], unless)
+            outcome = self._fill(handle, temporary, key, entry, payload, force)
         except BaseException:
             # The error that counts is the first one.
             with contextlib.suppress(OSError):
@@ -205,23 +194,22 @@ class FileStore:
             _sync_folder(os.path.join(self.folder.root, key.folder))
         return outcome
 
-    def _fill(self, handle: int, temporary: str, key: Key, parts: list[memoryview], unless: Header | None) -> Outcome:
-        size = sum(part.nbytes for part in parts)
+    def _fill(self, handle: int, temporary: str, key: Key, entry: Entry, payload: memoryview, force: bool) -> Outcome:
         try:
             # Another writer may have published between the first look and the reservation.
-            if unless is not None and self.has(key, unless.rows, unless.columns, unless.dtype):
-                self.folder.abandon(temporary, size)
+            if not force and self._has_equal(key, entry):
+                self.folder.abandon(temporary, entry.size)
                 return "present"
-            _write_all(handle, parts)
+            _write_all(handle, [memoryview(entry.header), payload])
             if self._fsync:
                 os.fsync(handle)
             self.folder.publish(temporary, key.path)
         except IsADirectoryError:
             # Somebody's folder stands where this one entry belongs; the storage works.
-            self.folder.abandon(temporary, size)
+            self.folder.abandon(temporary, entry.size)
             return "address taken"
         except BaseException:
-            self.folder.abandon(temporary, size)
+            self.folder.abandon(temporary, entry.size)
             raise
         return "stored"
 
@@ -229,49 +217,44 @@ class FileStore:
         """Remove the entry at ``key``'s address. True when nothing is there afterwards."""
         return self.folder.remove(key.path, seen)
 
-    def entries(self) -> Iterator[tuple[str, int, float, Header | None, str]]:
-        """(path, bytes, last use, header, error) of every entry; the header is ``None`` where ``error`` says why."""
-        for file in self.folder.published():
+    def entries(self) -> Iterator[tuple[str, int, float, Entry | None, str]]:
+        """(path, bytes, last use, entry, error) of every file; the entry is ``None`` where ``error`` says why."""
+        for file in self.folder.listing.published():
             try:
-                entry = open_path(file.path)
+                found = open_path(file.path)
             except (BadEntry, OSError) as error:
                 yield file.path, file.size, file.used, None, str(error)
                 continue
-            entry.close()
-            yield file.path, file.size, file.used, entry.header, ""
+            found.close()
+            yield file.path, file.size, file.used, found.entry, ""
 
-    def _touch(self, entry: OpenEntry) -> None:
+    def _touch(self, found: OpenEntry) -> None:
         now = time.time()
-        if abs(now - entry.status.st_mtime) > self._touch_seconds:
+        if abs(now - found.status.st_mtime) > self._touch_seconds:
             # Another user's file or a read-only mount: then its age stays what it is.
             with contextlib.suppress(OSError):
-                os.utime(entry.handle)
+                os.utime(found.handle)
 
 
 def open_path(path: str) -> OpenEntry:
-    """Open an entry by its file's path and check its header.
+    """Open an entry by its file's path and decode its header.
 
     Raises:
-        BadEntry, OSError: as :meth:`FileStore.open`.
+        BadEntry: something is there that is no sound entry.
+        OSError: the storage failed.
     """
     handle = os.open(path, OPEN_ENTRY)
     try:
-        return open_handle(handle)
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadEntry("not a regular file", status)
+        try:
+            return OpenEntry(handle, read_entry(handle, status.st_size), status)
+        except FormatError as error:
+            raise BadEntry(str(error), status) from None
     except BaseException:
         os.close(handle)
         raise
-
-
-def open_handle(handle: int) -> OpenEntry:
-    """Check the header of an open file."""
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        raise BadEntry("not a regular file", status)
-    try:
-        header = entry.read_header(handle, status.st_size)
-    except FormatError as error:
-        raise BadEntry(str(error), status) from None
-    return OpenEntry(handle, header, status)
 
 
 def _write_all(handle: int, parts: list[memoryview]) -> None:

@@ -18,7 +18,6 @@ KEY_WORKER_ID = 0
 # Longer ids are declined. Four bytes for each of 10,000 characters fit, and a header stays far below one page cache
 # read-ahead window.
 MAX_ID_BYTES = 48 * 1024
-BINDING_BYTES = 32
 
 _SCOPED = re.compile(
     # An adapter's name may stand before the id. Then what vLLM puts there when it hashes no content: its renderer's
@@ -59,21 +58,21 @@ def stable_u64(mm_hash: str) -> int:
 class Key:
     """Address of an entry: where it lies (``folder``, ``name``) and what it must say about itself.
 
-    ``binding`` (32 bytes) stands for model, weights, encoder configuration, vLLM version, key dtype, salt and epoch.
-    ``shared`` is false in an epoch of one run, whose entries mean nothing to other hosts.
+    ``namespace_digest`` (32 bytes) stands for model, weights, encoder configuration, vLLM version, key dtype, salt and
+    generation. ``shared`` is false in a generation of one run, whose entries mean nothing to other hosts.
     """
 
     mm_hash: str
     id_bytes: bytes
     chunk_hash: int
     dtype: str
-    binding: bytes
+    namespace_digest: bytes
     shared: bool = True
 
     @property
     def folder(self) -> str:
-        """Folder of all entries with this binding, in hexadecimal."""
-        return self.binding.hex()[:32]
+        """Folder of all entries with this namespace digest: half of it, in hexadecimal."""
+        return self.namespace_digest.hex()[:32]
 
     @property
     def name(self) -> str:

@@ -3,8 +3,8 @@
 
 An entry becomes small objects, so that no reader needs a pool as large as the largest entry and a lookup fetches only
 the header: under the entry's key (``CacheEngineKey`` as the design's table has it, the model's name replaced by the
-binding because the LMCache server refuses keys above 150 characters) the header, and under keys made from the
-payload's digest the payload in pieces. The header is stored last, and pieces of different payloads never mix.
+namespace digest because the LMCache server refuses keys above 150 characters) the header, and under keys made from the
+entry's checksum the payload in pieces. The header is stored last, and pieces of different entries never mix.
 
 The manager gets a plain memory pool of its own and a role that keeps it away from the GPU: LMCache would page-lock a
 pool, and open a CUDA context, in the scheduler's process too. It is built on a daemon thread, which makes its event
@@ -20,7 +20,6 @@ import hashlib
 import math
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ import torch
 from vllm_omni_patch import ledger
 
 from ..config import GIB, MIB, ECConfig, without_userinfo
-from . import entry
-from .entry import FormatError, Header
+from .entry import Entry, FormatError, bytes_of
 from .key import KEY_WORKER_ID, KEY_WORLD_SIZE, Key
 
 _log = ledger.logger("ec")
 PIECE = 4 * MIB
 # A scheduler mostly fetches headers; memory that is not used is not touched.
 LOOKUP_POOL = 4 * PIECE
+# Seconds between two looks for free memory in the pool.
 _POLL = 0.0005
 
 
@@ -66,7 +65,7 @@ class LMCacheRemote:
             if not backends:
                 raise ConnectionError(f"LMCache knows no backend for {url!r}")
             for backend in backends:
-                if getattr(backend, "connection", backend) is None:
+                if backend.connection is None:
                     raise ConnectionError(f"cannot connect to {url or 'the remote storage plugin'}")
                 _hurry_answers(backend)
         except BaseException:
@@ -97,8 +96,8 @@ class LMCacheRemote:
         with contextlib.suppress(Exception):
             manager.storage_backends["LocalCPUBackend"].memory_allocator.close()
 
-    def header(self, key: Key, seconds: float) -> Header | None:
-        """The header stored under ``key``; ``None`` when there is none.
+    def find(self, key: Key, seconds: float) -> Entry | None:
+        """The entry whose header is stored under ``key``; ``None`` when there is none.
 
         Raises:
             FormatError: what is stored there is no header.
@@ -108,40 +107,40 @@ class LMCacheRemote:
         if not self._exists(address, seconds):
             return None
         data = self._fetch(address, None)
-        if data is None:
-            return None
-        return entry.decode_header(data, entry.header_length(data) + entry.declared_payload(data))
+        return None if data is None else Entry.decode(data)
 
-    def read(self, key: Key, header: Header) -> memoryview:
-        """The payload that ``header`` describes, verified byte by byte, in memory of its own.
+    def read(self, key: Key, entry: Entry) -> memoryview:
+        """The payload of ``entry``, verified, in memory of its own.
 
         Raises:
             FormatError: a piece is missing or the bytes differ.
         """
-        memory = torch.empty(header.payload, dtype=torch.uint8)
-        buffer = entry.bytes_of(memory)
-        for index, start in enumerate(range(0, header.payload, PIECE)):
-            end = min(start + PIECE, header.payload)
-            if self._fetch(self._piece(key, header.digest, index), buffer[start:end]) is None:
+        buffer = bytes_of(torch.empty(entry.payload, dtype=torch.uint8))
+        for index, start in enumerate(range(0, entry.payload, PIECE)):
+            end = min(start + PIECE, entry.payload)
+            if self._fetch(self._piece(key, entry, index), buffer[start:end]) is None:
                 raise FormatError(f"piece {index} is missing or has another length")
-        if hashlib.sha256(buffer).digest() != header.digest:
-            raise FormatError("checksum differs")
+        entry.verify(buffer)
         return buffer
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
+    def write(self, key: Key, entry: Entry, payload: memoryview, seconds: float) -> str:
         """Store an entry; ``"stored"``.
 
         Raises:
             TimeoutError: not there after ``seconds``.
-            Exception: the server failed.
+            Exception: the server failed, or does not keep what it took.
         """
         deadline = time.monotonic() + seconds
-        digest = entry.decode_header(header, len(header) + payload.nbytes).digest
         for index, start in enumerate(range(0, payload.nbytes, PIECE)):
-            self._send(self._piece(key, digest, index), payload[start : start + PIECE], deadline, lambda: True)
+            address = self._piece(key, entry, index)
+            self._send(address, payload[start : start + PIECE], deadline)
+            # Some connectors log a failed put and return.
+            if not self._exists(address, _left(deadline)):
+                raise OSError("the server does not keep what it took")
         address = self._address(key)
-        # An older entry may stand at this address.
-        self._send(address, memoryview(bytearray(header)), deadline, lambda: self._fetch(address, None) == header)
+        self._send(address, memoryview(bytearray(entry.header)), deadline)
+        if self._fetch(address, None) != entry.header:
+            raise OSError("the server keeps another entry than it took")
         return "stored"
 
     def remove(self, key: Key) -> bool:
@@ -150,25 +149,18 @@ class LMCacheRemote:
         return bool(removed)
 
     def _backends(self) -> list[Any]:
-        return [b for name, b in self._manager.storage_backends.items() if name != "LocalCPUBackend"]
+        from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+        return [backend for backend in self._manager.storage_backends.values() if isinstance(backend, RemoteBackend)]
 
     def _exists(self, address: Any, seconds: float) -> bool:
         for backend in self._backends():
-            connection = getattr(backend, "connection", backend)
-            if connection is None:
+            if backend.connection is None:
                 raise ConnectionError("connection lost")
-            if connection is backend:
-                found = bool(backend.contains(address))
-            else:
-                # Asked directly, because the backend's own ``contains`` turns every failure into a no and waits
-                # without limit.
-                future = asyncio.run_coroutine_threadsafe(connection.exists(address), self._manager.loop)
-                try:
-                    found = bool(future.result(seconds))
-                except concurrent.futures.TimeoutError:
-                    future.cancel()
-                    raise TimeoutError(f"no answer within {seconds:g} s") from None
-            if found:
+            # Asked directly, because the backend's own ``contains`` turns every failure into a no and waits without
+            # limit.
+            answer = asyncio.run_coroutine_threadsafe(backend.connection.exists(address), self._manager.loop)
+            if _result(answer, seconds):
                 return True
         return False
 
@@ -180,7 +172,7 @@ class LMCacheRemote:
         try:
             if obj.tensor is None:
                 return None
-            data = entry.bytes_of(obj.tensor.contiguous().view(torch.uint8))
+            data = bytes_of(obj.tensor.contiguous().view(torch.uint8))
             if into is None:
                 return bytes(data)
             if data.nbytes != into.nbytes:
@@ -190,7 +182,7 @@ class LMCacheRemote:
         finally:
             obj.ref_count_down()
 
-    def _send(self, address: Any, data: memoryview, deadline: float, done: Callable[[], bool]) -> None:
+    def _send(self, address: Any, data: memoryview, deadline: float) -> None:
         from lmcache.v1.memory_management import MemoryFormat
 
         shape = torch.Size([data.nbytes, 1])
@@ -198,18 +190,22 @@ class LMCacheRemote:
         while obj is None:
             obj = self._manager.allocate(shape, torch.uint8, MemoryFormat.EC_TD, eviction=False, busy_loop=False)
             if obj is None:
-                _wait(deadline)
-        obj.tensor.view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
-        self._manager.batched_put([address], [obj])
-        # LMCache does not say when a put has ended, nor that it failed; asking for the object does.
-        while not (self._exists(address, max(0.0, deadline - time.monotonic())) and done()):
-            _wait(deadline)
+                if time.monotonic() > deadline:
+                    raise TimeoutError("no memory in the pool to send an entry from")
+                time.sleep(_POLL)
+        try:
+            obj.tensor.view(-1).copy_(torch.frombuffer(data, dtype=torch.uint8))
+            # Not through the manager, which keeps the futures to itself.
+            for backend in self._backends():
+                _result(backend.submit_put_task(address, obj), _left(deadline))
+        finally:
+            obj.ref_count_down()
 
     def _address(self, key: Key) -> Any:
         return self._make_key(key.folder, key.chunk_hash)
 
-    def _piece(self, key: Key, digest: bytes, index: int) -> Any:
-        name = hashlib.sha256(key.path.encode() + digest + index.to_bytes(4, "little")).digest()
+    def _piece(self, key: Key, entry: Entry, index: int) -> Any:
+        name = hashlib.sha256(f"{key.path} {entry.checksum} {index}".encode()).digest()
         return self._make_key(key.folder, int.from_bytes(name[:8], "big"))
 
     def _make_key(self, folder: str, chunk_hash: int) -> Any:
@@ -226,7 +222,7 @@ class LMCacheRemote:
         try:
             return CacheEngineKey(dtype=dtype, **fields)
         except Exception:
-            # LMCache's table lacks the dtype; the binding in the name says it anyway.
+            # LMCache's table lacks the dtype; the namespace digest in the name says it anyway.
             return CacheEngineKey(dtype=torch.uint8, **fields)
 
 
@@ -354,7 +350,18 @@ def _hurry_answers(backend: Any) -> None:
         connection.client_socket = _PromptSocket(fileno=connected.detach())
 
 
-def _wait(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError("the server did not take an entry in time")
-    time.sleep(_POLL)
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _result(future: concurrent.futures.Future[Any], seconds: float) -> Any:
+    """What a call on LMCache's event loop returns or raises.
+
+    Raises:
+        TimeoutError: nothing within ``seconds``; the call is cancelled.
+    """
+    try:
+        return future.result(seconds)
+    except concurrent.futures.TimeoutError:
+        future.cancel()
+        raise TimeoutError(f"no answer within {seconds:.3g} s") from None

@@ -8,21 +8,18 @@ failure also drops the connection, because LMCache's connectors do not reconnect
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from vllm_omni_patch import ledger
 
-from ..cache.guard import Lane, Pause, Stuck
 from ..config import ECConfig, without_userinfo
 from ..stats import ECStats
-from . import entry
-from .entry import FormatError, Header
-from .files import BadEntry, FileStore
+from .breaker import CircuitBreaker
+from .entry import Entry, FormatError
+from .executor import SingleThreadExecutor, Stuck
 from .key import Key
 
 _log = ledger.logger("ec")
@@ -46,92 +43,32 @@ class Remote(Protocol):
     def drop(self) -> None:
         """Forget the connection; never waits for the other side."""
 
-    def header(self, key: Key, seconds: float) -> Header | None:
-        """Header at ``key``'s address."""
+    def find(self, key: Key, seconds: float) -> Entry | None:
+        """The entry at ``key``'s address, as its header describes it.
 
-    def read(self, key: Key, header: Header) -> memoryview:
-        """Verified payload.
+        Raises:
+            FormatError: what is there is no entry.
+        """
+
+    def read(self, key: Key, entry: Entry) -> memoryview:
+        """The payload of ``entry``, verified.
 
         Raises:
             Gone: it went away or was replaced meanwhile.
             FormatError: it is damaged or incomplete.
         """
 
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
+    def write(self, key: Key, entry: Entry, payload: memoryview, seconds: float) -> str:
         """Store an entry, replacing one at the same address; the outcome as of :meth:`FileStore.write`."""
 
     def remove(self, key: Key) -> bool:
         """Remove an entry."""
 
 
-class SharedFolder:
-    """``fs://host:port/path``: entries in files of a folder that other hosts mount too.
-
-    The files are this package's own rather than LMCache's, whose ``fs`` connector lets concurrent writers of one key
-    destroy each other's temporary file. There is no limit on the folder's bytes.
-    """
-
-    def __init__(self, path: str, fsync: bool, touch_seconds: float) -> None:
-        self._store = FileStore("shared folder", path, None, fsync=fsync, touch_seconds=touch_seconds)
-
-    def connect(self) -> None:
-        """Make the folder where missing."""
-        self._store.folder.make()
-
-    def drop(self) -> None:
-        """Nothing is kept open."""
-
-    def header(self, key: Key, seconds: float) -> Header | None:
-        """See :class:`Remote`."""
-        try:
-            entry = self._store.open(key)
-        except BadEntry as error:
-            raise FormatError(str(error)) from None
-        if entry is None:
-            return None
-        entry.close()
-        return entry.header
-
-    def read(self, key: Key, header: Header) -> memoryview:
-        """See :class:`Remote`."""
-        import torch
-
-        memory = entry.bytes_of(torch.empty(header.payload, dtype=torch.uint8))
-        try:
-            read = self._store.read(key, header.rows, lambda found: memory if found == header else _changed())
-        except BadEntry as error:
-            self._store.remove(key, error.seen)
-            raise FormatError(str(error)) from None
-        if read is None:
-            raise Gone
-        return memory
-
-    def write(self, key: Key, header: bytes, payload: memoryview, seconds: float) -> str:
-        """See :class:`Remote`."""
-        return self._store.write(key, header, payload, force=True)
-
-    def remove(self, key: Key) -> bool:
-        """See :class:`Remote`."""
-        return self._store.remove(key)
-
-
-def _changed() -> memoryview:
-    raise Gone
-
-
-def shared_folder_path(url: str) -> str:
-    """Path of an ``fs://`` URL; ``fs:///path`` and ``fs://host:port/path`` are the same folder. ``""``: another URL."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return ""
-    return os.path.abspath(unquote(parts.path)) if parts.scheme == "fs" and parts.path.strip("/") else ""
-
-
 class RemoteTier:
-    """A :class:`Remote` behind lanes and a breaker. Loads and lookups never raise and are bounded in time.
+    """A :class:`Remote` behind threads and a circuit breaker. Loads and lookups never raise and are bounded in time.
 
-    ``refuse`` is called with the path of a damaged entry that cannot be removed, ``first_to_find`` with that of any.
+    ``blocklist`` is called with the path of a damaged entry that cannot be removed, ``first_to_find`` with that of any.
     """
 
     def __init__(
@@ -140,19 +77,19 @@ class RemoteTier:
         remote: Remote,
         config: ECConfig,
         stats: ECStats,
-        refuse: Callable[[str], None] = lambda path: None,
+        blocklist: Callable[[str], None] = lambda path: None,
         first_to_find: Callable[[str], bool] = lambda path: True,
     ) -> None:
         self.name = name = without_userinfo(name)
-        self._refuse = refuse
+        self._blocklist = blocklist
         self._first_to_find = first_to_find
         self._remote = remote
         self._config = config
         self._stats = stats
-        self._pause = Pause(f"Encoder cache lookups and loads in {name}", config.retry_seconds)
-        self._lookups = Lane("ec-remote-lookup")
-        self._loads = Lane("ec-remote-load")
-        self._stores = Lane("ec-remote-store")
+        self._breaker = CircuitBreaker(f"Encoder cache lookups and loads in {name}", config.retry_seconds)
+        self._lookups = SingleThreadExecutor("ec-remote-lookup")
+        self._loads = SingleThreadExecutor("ec-remote-load")
+        self._stores = SingleThreadExecutor("ec-remote-store")
         self._stuck = 0
         self._closed = False
         self._connected = False
@@ -173,24 +110,24 @@ class RemoteTier:
 
         def look() -> bool:
             try:
-                header = self._remote.header(key, limit)
+                found = self._remote.find(key, limit)
             except FormatError as error:
                 self._bad(key, error)
                 return False
-            return header is not None and header.matches(key, rows)
+            return found is not None and found.matches(key, rows)
 
         return bool(self._guarded("_lookups", look, limit, False))
 
-    def load(self, key: Key, rows: int | None) -> tuple[Header, memoryview] | None:
-        """Header and verified payload of the matching entry, within ``load_deadline``."""
+    def load(self, key: Key, rows: int | None) -> tuple[Entry, memoryview] | None:
+        """The matching entry and its verified payload, within ``load_deadline``."""
         limit = self._config.load_deadline
 
-        def load() -> tuple[Header, memoryview] | None:
+        def load() -> tuple[Entry, memoryview] | None:
             try:
-                header = self._remote.header(key, limit)
-                if header is None or not header.matches(key, rows):
+                found = self._remote.find(key, limit)
+                if found is None or not found.matches(key, rows):
                     return None
-                return header, self._remote.read(key, header)
+                return found, self._remote.read(key, found)
             except Gone:
                 return None
             except FormatError as error:
@@ -199,23 +136,22 @@ class RemoteTier:
 
         return self._guarded("_loads", load, limit, None)
 
-    def write(self, key: Key, header: bytes, payload: memoryview, *, force: bool = False) -> str:
+    def write(self, key: Key, entry: Entry, payload: memoryview, *, force: bool = False) -> str:
         """See ``writer.Tier``.
 
         Raises:
             OSError: failed or took longer than ``store_deadline``.
         """
-        if not self._connected and self._pause.open():
+        if not self._connected and self._breaker.allows():
             self._connect_behind()
         if self._closed or not self.wait_ready(_CONNECT_SECONDS):
             raise ConnectionError("not connected")
         limit = self._config.store_deadline
-        new = entry.decode_header(header, len(header) + payload.nbytes)
 
         def store() -> str:
-            if not force and self._present(key, new, limit):
+            if not force and self._present(key, entry, limit):
                 return "present"
-            return self._remote.write(key, header, payload, limit)
+            return self._remote.write(key, entry, payload, limit)
 
         try:
             return self._stores.run(store, limit * 1.5)
@@ -239,8 +175,8 @@ class RemoteTier:
         self._settled.wait(min(1.0, seconds))
         if _started(closer):
             closer.join(min(max(0.1, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        for lane in (self._lookups, self._loads, self._stores):
-            lane.close(max(0.1, min(1.0, deadline - time.monotonic())))
+        for executor in (self._lookups, self._loads, self._stores):
+            executor.close(max(0.1, min(1.0, deadline - time.monotonic())))
 
     def _connect_behind(self) -> None:
         """Begin to connect, unless that is under way: it may take seconds, which no lookup has."""
@@ -251,7 +187,7 @@ class RemoteTier:
         try:
             threading.Thread(target=self._connect, name="ec-remote-connect", daemon=True).start()
         except RuntimeError as error:
-            self._pause.failed(error)
+            self._breaker.failed(error)
             self._stats.add("remote_failures")
             self._settled.set()
 
@@ -266,14 +202,14 @@ class RemoteTier:
                 return
             self._connected = True
         except Exception as error:
-            self._pause.failed(_for_log(error))
+            self._breaker.failed(_for_log(error))
             self._stats.add("remote_failures")
         finally:
             self._settled.set()
 
-    def _present(self, key: Key, new: Header, limit: float) -> bool:
+    def _present(self, key: Key, new: Entry, limit: float) -> bool:
         try:
-            old = self._remote.header(key, limit)
+            old = self._remote.find(key, limit)
         except FormatError:
             return False
         return old is not None and old.matches(key, new.rows) and (old.columns, old.dtype) == (new.columns, new.dtype)
@@ -281,7 +217,7 @@ class RemoteTier:
     def _bad(self, key: Key, error: FormatError) -> None:
         gone = self._remove(key)
         if not gone:
-            self._refuse(key.path)
+            self._blocklist(key.path)
         if self._first_to_find(key.path):
             bad_entry(self._stats, key, self.name, error, gone)
 
@@ -292,22 +228,22 @@ class RemoteTier:
             _log.debug("cannot remove an entry from %s: %s", self.name, error)
             return False
 
-    def _guarded(self, lane: str, call: Callable[[], T], seconds: float, otherwise: T) -> T:
-        if self._closed or not self._pause.open():
+    def _guarded(self, name: str, call: Callable[[], T], seconds: float, otherwise: T) -> T:
+        if self._closed or not self._breaker.allows():
             return otherwise
         if not self._connected:
             self._connect_behind()
             return otherwise
         try:
-            result = getattr(self, lane).run(call, seconds)
+            result = getattr(self, name).run(call, seconds)
         except Exception as error:
-            self._pause.failed(_for_log(error))
-            self._lost(lane, error)
+            self._breaker.failed(_for_log(error))
+            self._lost(name, error)
             return otherwise
-        self._pause.worked()
+        self._breaker.worked()
         return result
 
-    def _lost(self, lane: str, error: BaseException) -> None:
+    def _lost(self, name: str, error: BaseException) -> None:
         """After a failure: drop the connection, and leave a thread behind that is in a call which may never return."""
         self._stats.add("remote_failures")
         with self._mutex:
@@ -317,24 +253,24 @@ class RemoteTier:
             if isinstance(error, Stuck):
                 if self._stuck >= _MAX_STUCK:
                     return
-                self._leave(self._renew(lane))
+                self._leave(self._renew(name))
         self._stale = not _started(threading.Thread(target=self._remote.drop, name="ec-remote-drop", daemon=True))
 
-    def _renew(self, lane: str) -> Lane:
-        """Put a new lane in the place of the one that is returned; with the mutex held."""
-        old: Lane = getattr(self, lane)
-        setattr(self, lane, Lane(old.name))
+    def _renew(self, name: str) -> SingleThreadExecutor:
+        """Put a new executor in the place of the one that is returned; with the mutex held."""
+        old: SingleThreadExecutor = getattr(self, name)
+        setattr(self, name, SingleThreadExecutor(old.name))
         return old
 
-    def _leave(self, lane: Lane) -> None:
-        """Leave a lane to itself until its call comes back; with the mutex held."""
-        if _started(threading.Thread(target=self._retire, args=(lane,), name="ec-remote-retire", daemon=True)):
+    def _leave(self, executor: SingleThreadExecutor) -> None:
+        """Leave an executor to itself until its call comes back; with the mutex held."""
+        if _started(threading.Thread(target=self._retire, args=(executor,), name="ec-remote-retire", daemon=True)):
             self._stuck += 1
         else:
-            lane.close(0.0)
+            executor.close(0.0)
 
-    def _retire(self, lane: Lane) -> None:
-        if lane.close(600.0):
+    def _retire(self, executor: SingleThreadExecutor) -> None:
+        if executor.close(600.0):
             with self._mutex:
                 self._stuck -= 1
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of one engine on one host share: a private folder in shared memory.
 
-It holds the entries when no disk is configured (so that the scheduler sees what a worker stored), the epoch, and marks
-for entries that a worker could not use and could not remove. It goes with the last process of the engine, however that
-ends (``shared_folder.py``).
+It holds the entries when no disk is configured (so that the scheduler sees what a worker stored), the generation, and
+the blocklist of entries that a worker could not use and could not remove. It goes with the last process of the engine,
+however that ends (``shared_folder.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = ledger.logger("ec")
 _START = f"{shared_folder.PREFIX}ec-"
 
 
-class Runtime:
+class RunFolder:
     """The shared folder of the engine that ``engine_id`` names; of this process alone when it is empty.
 
     Raises:
@@ -33,67 +33,64 @@ class Runtime:
         self._alive: shared_folder.Member | None = member
         self.path = member.path
         self.parent = os.path.dirname(self.path)
-        self._epoch_file, self._refusals, self._found = map(self._file, ("epoch", "refused", "found"))
+        self._generation_file, self._blocklist, self._found = map(self._file, ("generation", "blocklisted", "found"))
         self._mutex = threading.Lock()
-        self._epoch: tuple[tuple[int, int] | None, str] | None = None
+        self._generation: tuple[tuple[int, int] | None, str] | None = None
         with contextlib.suppress(OSError):
-            os.close(_new_file(self._epoch_file))  # so that a missing one means that the folder was removed
+            os.close(_new_file(self._generation_file))  # so that a missing one means that the folder was removed
 
-    @property
-    def entries(self) -> str:
-        """Folder for the CPU tier."""
-        return self.path
-
-    def epoch(self) -> str:
-        """Text of the present epoch, the same in all processes of the engine on this host; ``""`` before the first.
+    def generation(self) -> str:
+        """The present generation, the same text in all processes of the engine on this host; ``""`` before the first.
 
         Raises:
             OSError: it cannot be read now.
         """
-        known = self._epoch
+        known = self._generation
         try:
-            status = os.stat(self._epoch_file)
+            status = os.stat(self._generation_file)
         except FileNotFoundError:
-            return self._epoch_anew()
+            return self._lost_generation()
         seen = _mark(status)
         if known is not None and known[0] == seen:
             return known[1]
-        with open(self._epoch_file, encoding="ascii", errors="replace") as file:
+        with open(self._generation_file, encoding="ascii", errors="replace") as file:
             text = file.read()
         if known is not None and not text:
             return known[1]  # a process that joined later found the folder empty
-        self._epoch = (seen, text)
+        self._generation = (seen, text)
         return text
 
-    def _epoch_anew(self) -> str:
-        """The folder was removed under us: make it again, and begin an epoch in it that all others will find."""
+    def _lost_generation(self) -> str:
+        """The folder was removed under us: make it again, and begin a generation in it that all others will find."""
         with self._mutex:
-            known = self._epoch
+            known = self._generation
             if self._alive is None or (known is not None and known[0] is None):
                 return known[1] if known else ""
             if not self._alive.is_there():
                 member = shared_folder.Member(self.path)
                 self._alive.forget()
                 self._alive = member
-                _log.warning("The engine's shared folder %s was removed; it begins anew, with a new epoch.", self.path)
-            if not os.path.exists(self._epoch_file):
-                self.new_epoch()
-        return self.epoch()
+                _log.warning(
+                    "The engine's shared folder %s was removed; it begins anew, with a new generation.", self.path
+                )
+            if not os.path.exists(self._generation_file):
+                self.new_generation()
+        return self.generation()
 
-    def new_epoch(self) -> None:
-        """Begin an epoch that no earlier or other run of the engine can have had."""
+    def new_generation(self) -> None:
+        """Begin a generation that no earlier or other run of the engine can have had."""
         text = os.urandom(16).hex()
-        temporary = self._file(f"epoch.{text}")
+        temporary = self._file(f"generation.{text}")
         try:
             with open(_new_file(temporary), "w", encoding="ascii") as file:
                 file.write(text)
                 file.flush()
                 status = os.fstat(file.fileno())
-            os.rename(temporary, self._epoch_file)
-            self._epoch = (_mark(status), text)
+            os.rename(temporary, self._generation_file)
+            self._generation = (_mark(status), text)
         except OSError as error:
             _log.warning(
-                "The new epoch holds for this process only: %s. Other processes may still load entries "
+                "The new generation holds for this process only: %s. Other processes may still load entries "
                 "stored before the reset.",
                 error,
             )
@@ -101,16 +98,16 @@ class Runtime:
                 os.unlink(temporary)
             seen = None
             with contextlib.suppress(OSError):
-                seen = _mark(os.stat(self._epoch_file))
-            # In place of what the file says, until another process has begun an epoch there.
-            self._epoch = (seen, text)
+                seen = _mark(os.stat(self._generation_file))
+            # In place of what the file says, until another process has begun a generation there.
+            self._generation = (seen, text)
 
-    def refuse(self, path: str) -> None:
+    def blocklist(self, path: str) -> None:
         """Mark an entry as unusable for every process of this engine."""
         with contextlib.suppress(OSError):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self._refusals, 0o700)
-            os.close(_new_file(self._refusal(path)))
+                os.mkdir(self._blocklist, 0o700)
+            os.close(_new_file(self._blocklist_mark(path)))
 
     def first_to_find(self, path: str, version: str = "") -> bool:
         """Whether no process of this engine has found this version of a bad entry before; True where none can tell.
@@ -120,20 +117,20 @@ class Runtime:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._found, 0o700)
-            os.close(_new_file(self._finding(path, version)))
+            os.close(_new_file(self._found_mark(path, version)))
         except FileExistsError:
             return False
         except OSError:
             pass
         return True
 
-    def refused(self, path: str) -> bool:
-        """Whether :meth:`refuse` was called for the entry, here or in another process of this engine."""
-        return os.access(self._refusals, os.F_OK) and os.access(self._refusal(path), os.F_OK)
+    def blocklisted(self, path: str) -> bool:
+        """Whether :meth:`blocklist` was called for the entry, here or in another process of this engine."""
+        return os.access(self._blocklist, os.F_OK) and os.access(self._blocklist_mark(path), os.F_OK)
 
     def allow(self, path: str) -> None:
-        """Lift :meth:`refuse`: another entry is there."""
-        for mark in (self._refusal(path), self._finding(path, "")):
+        """Lift :meth:`blocklist`: another entry is there."""
+        for mark in (self._blocklist_mark(path), self._found_mark(path, "")):
             with contextlib.suppress(OSError):
                 os.unlink(mark)
 
@@ -152,15 +149,15 @@ class Runtime:
     def _file(self, name: str) -> str:
         return os.path.join(self.path, name)
 
-    def _finding(self, path: str, version: str) -> str:
+    def _found_mark(self, path: str, version: str) -> str:
         return os.path.join(self._found, _digest(f"{path} {version}")[:40])
 
-    def _refusal(self, path: str) -> str:
-        return os.path.join(self._refusals, _digest(path)[:40])
+    def _blocklist_mark(self, path: str) -> str:
+        return os.path.join(self._blocklist, _digest(path)[:40])
 
 
 def _mark(status: os.stat_result) -> tuple[int, int]:
-    """Tells one epoch's file from the next."""
+    """Tells one generation's file from the next."""
     return status.st_ino, status.st_mtime_ns
 
 

@@ -240,7 +240,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
 
     def weights_replaced(self) -> None:
         """Weights were written by a call that says so: a new epoch, also where a sample would not show it."""
-        self._engine.new_epoch()
+        self._engine.new_generation()
         if self._weights is not None:
             self._weights.forget()
 

@@ -129,7 +129,7 @@ class WorkerSide:
             self._idle = not known
             if known:
                 _log.info("Encoder cache: the encoder's weights were replaced in place.")
-            self._engine.new_epoch()
+            self._engine.new_generation()
         return agreed, same
 
     def _fetch(

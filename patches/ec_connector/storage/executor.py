@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patience with storage: a pause after failures, and calls that are waited for only so long."""
+"""Calls that are waited for only so long."""
 
 from __future__ import annotations
 
@@ -8,65 +8,24 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm_omni_patch import ledger
-
-_log = ledger.logger("ec")
-_MAX_PAUSE = 60.0
 T = TypeVar("T")
-
-
-class Pause:
-    """Whether a place may be tried. After a failure not for ``first`` seconds, doubling to 60 while it keeps failing.
-
-    ``what`` opens the messages: one warning when it begins to fail, one line when it works again.
-    """
-
-    def __init__(self, what: str, first: float) -> None:
-        self._what = what
-        self._first = first
-        self._pause = 0.0
-        self._until = 0.0
-        self._lock = threading.Lock()
-
-    @property
-    def failing(self) -> bool:
-        """The last attempt failed."""
-        return self._pause > 0
-
-    def open(self) -> bool:
-        """Whether an attempt is due."""
-        return time.monotonic() >= self._until
-
-    def failed(self, error: BaseException) -> None:
-        """Note a failure; warns about the first of a row."""
-        with self._lock:
-            first = not self.failing
-            self._pause = min(max(self._first, self._pause * 2), _MAX_PAUSE) or 1e-9
-            self._until = time.monotonic() + self._pause
-        if first:
-            text = str(error) or type(error).__name__
-            _log.warning("%s stop: %s. Serving goes on; they resume when it works again.", self._what, text)
-
-    def worked(self) -> None:
-        """Note a success."""
-        with self._lock:
-            before, self._pause, self._until = self._pause, 0.0, 0.0
-        if before:
-            _log.info("%s work again.", self._what)
 
 
 class Stuck(TimeoutError):
     """A call did not come back in time, or an earlier one still has not."""
 
 
-class Lane:
-    """Runs calls one at a time on a daemon thread, so that a caller need not wait for one that hangs."""
+class SingleThreadExecutor:
+    """Runs calls one at a time on a daemon thread, so that a caller need not wait for one that hangs.
+
+    Not :class:`concurrent.futures.ThreadPoolExecutor`, whose threads an interpreter waits for when it exits.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._condition = threading.Condition()
         self._call: Callable[[], None] | None = None
-        self._busy_since: float | None = None
+        self._busy = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -88,17 +47,17 @@ class Lane:
 
         deadline = time.monotonic() + seconds
         with self._condition:
-            free = self._condition.wait_for(lambda: self._busy_since is None or self._closed, seconds)
+            free = self._condition.wait_for(lambda: not self._busy or self._closed, seconds)
             if not free or self._closed:
                 raise Stuck(f"{self.name}: an earlier call has not come back")
-            self._busy_since = time.monotonic()
+            self._busy = True
             self._call = work
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # no thread to be had now: the next call tries again
-                    self._busy_since = self._call = None
+                    self._busy, self._call = False, None
                     raise
                 self._thread = thread
             self._condition.notify_all()
@@ -108,11 +67,6 @@ class Lane:
             result: T = box[1]
             return result
         raise box[1]
-
-    def busy_for(self) -> float:
-        """Seconds since the running call began; 0 when none runs."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def close(self, seconds: float) -> bool:
         """End the thread; False when its call has not come back within ``seconds``."""
@@ -133,5 +87,5 @@ class Lane:
                 return
             call()
             with self._condition:
-                self._busy_since = None
+                self._busy = False
                 self._condition.notify_all()
