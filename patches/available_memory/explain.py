@@ -127,10 +127,9 @@ def _gpu(made: BudgetReport, worker: Any, stock: int, watch: ProfileWatch) -> No
             Input.measured(report.MULTIMODAL_RESERVATION, available - stock, "mm_ipc_gpu_memory_gb, decoders")
         )
     if watch.terms is not None and profile is not None and requested is not None:
-        graphs = max(_int(worker, "cudagraph_memory_estimate") or 0, 0)
         text = "requested less vLLM's own terms of this release, graph estimate off"
         made.inputs.append(Input.measured(report.STOCK_BUDGET, requested - profile.stock_non_kv, text))
-        made.formula = _process_formula(made, watch, graphs)
+        made.formula = _process_formula(made, watch)
     elif profile is not None:
         era = "consumed since start" if profile.total_consumed is not None else "weights + non-torch growth"
         made.formula = f"requested - ({era} + activation peak) - graph estimate where applied"
@@ -162,7 +161,7 @@ def _others(total: int | None, free: int | None, own: int | None) -> Input:
     return Input.measured(report.OTHER_PROCESSES, max(rest, 0), "device total less free less own process")
 
 
-def _process_formula(made: BudgetReport, watch: ProfileWatch, graphs: int) -> str:
+def _process_formula(made: BudgetReport, watch: ProfileWatch) -> str:
     terms = watch.terms
     if terms is None:
         return ""

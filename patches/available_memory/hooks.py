@@ -180,7 +180,7 @@ def process_budget(worker: Any, watch: ProfileWatch, stock: Any) -> int:
     non_kv = watch.result.non_kv_cache_memory
     applied = int(requested - non_kv - available)
     reservation = max(int(available) - int(stock), 0)
-    limit = _host_limit(worker, watch) if is_unified(worker.device) else None
+    limit = _host_limit(watch) if is_unified(worker.device) else None
     made = budget.budget(requested, int(non_kv), applied, limit)
     return max(min(made - reservation, int(requested)), 0)
 
@@ -220,7 +220,7 @@ def _explicit(worker: Any) -> bool:
     return bool(getattr(worker.cache_config, "kv_cache_memory_bytes", None))
 
 
-def _host_limit(worker: Any, watch: ProfileWatch) -> int | None:
+def _host_limit(watch: ProfileWatch) -> int | None:
     import psutil
 
     if watch.profile is None:

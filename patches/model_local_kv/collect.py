@@ -150,21 +150,6 @@ def collect(
     return found
 
 
-def collect_model_local_kv_specs(model: Any) -> list[tuple[str, Any]]:
-    """Pairs of owner path and spec for every declaration of ``model``; declarers that raise are left out.
-
-    The same call as vLLM-Omni 0.30's. The root's path is ``""``.
-    """
-    pairs: list[tuple[str, Any]] = []
-    for owner in _owners([("", model)], Collection(), False, root_name=""):
-        try:
-            with specs.collecting(None, []):
-                pairs += [(owner.path, spec) for spec in getattr(owner.instance, owner.method)()]
-        except Exception:
-            continue
-    return pairs
-
-
 def modules(root: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
     """``(parent's path, name, module)`` below ``root`` in the order of ``named_modules()``, skipping ids in ``seen``.
 
@@ -194,16 +179,14 @@ def modules(root: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
             stack.pop()
 
 
-def _owners(
-    roots: Iterable[tuple[str, Any]], found: Collection, keep_paths: bool, root_name: str | None = None
-) -> Iterator[_Owner]:
+def _owners(roots: Iterable[tuple[str, Any]], found: Collection, keep_paths: bool) -> Iterator[_Owner]:
     seen: set[int] = set()
     asked: set[int] = set()
     # What a class offers: (method to ask or None, names of attributes that hold owners).
     offers: dict[type, tuple[str | None, Sequence[str]]] = {}
     for prefix, model in roots:
         root = unwrap(model)
-        top = prefix or (type(root).__name__ if root_name is None else root_name)
+        top = prefix or type(root).__name__
         found.root = found.root or top
         for parent, name, module in modules(root, seen):
             found.modules += 1

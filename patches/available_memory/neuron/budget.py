@@ -23,6 +23,7 @@ from vllm_omni_patch import flags
 
 from .. import flags as settings
 from ..host import host_memory
+from ..report import report
 from ..report.report import BudgetReport, Input
 from ..report.units import GIB
 from . import kv_budget
@@ -151,13 +152,13 @@ def decide(
     if env.cpu_compile:
         hbm = static_core_hbm(env.target, env.lnc)
         if view.num_gpu_blocks_override is not None:
-            inputs.append(Input("device_total", hbm.bytes, hbm.source))
+            inputs.append(Input(report.DEVICE_TOTAL, hbm.bytes, hbm.source))
             return _explicit_blocks(view, hbm.bytes, "device_total", inputs, "compile host")
         used = _used_without_device(view, env, inputs)
     else:
         runtime_used, runtime_free = usable_stats(runtime_stats())
         inputs.append(Input.measured("runtime_used", runtime_used, "get_vnc_memory_stats"))
-        inputs.append(Input.measured("device_free", runtime_free, "get_vnc_memory_stats"))
+        inputs.append(Input.measured(report.DEVICE_FREE, runtime_free, "get_vnc_memory_stats"))
         if view.num_gpu_blocks_override is not None:
             return _explicit_blocks(view, runtime_free, "device_free", inputs, "device")
         known = _used_on_device(view, env, runtime_used, inputs, warnings)
@@ -167,7 +168,7 @@ def decide(
         hbm = device_core_hbm(runtime_used + runtime_free, env.target, env.lnc)
     if hbm.warning:
         warnings.append(hbm.warning)
-    inputs.insert(0, Input("device_total", hbm.bytes, hbm.source, "configured" if env.cpu_compile else "measured"))
+    inputs.insert(0, Input(report.DEVICE_TOTAL, hbm.bytes, hbm.source, "configured" if env.cpu_compile else "measured"))
     made = _capped(view, env, hbm, used)
     made.inputs = inputs + made.inputs
     made.notes = warnings
@@ -195,7 +196,7 @@ def usable_stats(stats: Any) -> tuple[int, int]:
 
 def _explicit_bytes(view: WorkerView, available: int, environ: Mapping[str, str] | None) -> NeuronBudget:
     """No other setting counts, a bad one neither."""
-    source = Input("kv_cache_memory_bytes", available, "cache_config", "configured")
+    source = Input(report.EXPLICIT_KV, available, "cache_config", "configured")
     made = _report(view, available, "explicit", "kv_cache_memory_bytes", [source])
     try:
         compiles, on_host = (flags.read(flag, environ) for flag in (settings.CPU_COMPILE, settings.CPU_MODE))
@@ -227,8 +228,8 @@ def _laid_out(view: WorkerView, env: Settings, laid_out: LaidOut, runtime_stats:
     try:
         used, free = usable_stats(runtime_stats())
         inputs.append(Input.measured("runtime_used", used, "get_vnc_memory_stats, laid out KV included"))
-        inputs.append(Input.measured("device_free", free, "get_vnc_memory_stats"))
-        inputs.append(Input.measured("device_total", used + free, "Neuron runtime, used + free"))
+        inputs.append(Input.measured(report.DEVICE_FREE, free, "get_vnc_memory_stats"))
+        inputs.append(Input.measured(report.DEVICE_TOTAL, used + free, "Neuron runtime, used + free"))
     except RuntimeError as error:
         inputs.append(Input.unknown("runtime_used", str(error)))
     inputs.append(Input("laid_out_blocks", laid_out.blocks, laid_out.source, "configured", "blocks"))
@@ -256,7 +257,7 @@ def _own_number(view: WorkerView, used: int, free: int, inputs: list[Input]) -> 
         f"be split into model and KV; the worker's own number, {number} bytes, is used. Set --num-gpu-blocks-override "
         f"to the blocks that were compiled, or {settings.USED_BYTES.name}=runtime to subtract all bytes in use."
     )
-    inputs.append(Input.unknown("weights", "the host model has no parameters (NxD Inference)"))
+    inputs.append(Input.unknown(report.WEIGHTS, "the host model has no parameters (NxD Inference)"))
     return NeuronBudget(_report(view, number, "stock", "the worker's own number", inputs, [warning]))
 
 
@@ -282,7 +283,7 @@ def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -
             "them on the device). Compile on a device, or set kv_cache_memory_bytes or num_gpu_blocks_override to the "
             "value used there."
         )
-    inputs.append(Input.measured("weights", counted.total, counted.source))
+    inputs.append(Input.measured(report.WEIGHTS, counted.total, counted.source))
     return counted.total
 
 
@@ -292,7 +293,7 @@ def _used_on_device(
     """Bytes of the model, or of all that is in use where that is asked for; ``None`` where neither may be said."""
     counted = None if env.used_from == "runtime" else _count(view)
     if counted is not None and (counted.parameters > 0 or env.used_from == "model"):
-        inputs.append(Input.measured("weights", counted.total, counted.source))
+        inputs.append(Input.measured(report.WEIGHTS, counted.total, counted.source))
         if runtime_used - counted.total > GAP_WORTH_A_NOTE:
             warnings.append(
                 f"The Neuron runtime has {runtime_used} bytes in use and the model's parameters and buffers are "
@@ -304,7 +305,7 @@ def _used_on_device(
         raise RuntimeError(f"{settings.USED_BYTES.name}=model, but {type(view.model).__name__} has no parameters.")
     if env.used_from == "auto":
         return None
-    inputs.append(Input.measured("weights", runtime_used, "bytes in use by the Neuron runtime; as set"))
+    inputs.append(Input.measured(report.WEIGHTS, runtime_used, "bytes in use by the Neuron runtime; as set"))
     return runtime_used
 
 
@@ -320,8 +321,8 @@ def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> BudgetR
     gmu = view.gpu_memory_utilization
     terms = kv_budget.compute_kv_budget(hbm.bytes, used, gmu, env.cap, env.minimum)
     inputs = [
-        Input("gpu_memory_utilization", gmu, "cache_config", "configured", "ratio"),
-        Input("requested", terms.total_budget, "int(device_total * gpu_memory_utilization)", "configured"),
+        Input(report.UTILIZATION, gmu, "cache_config", "configured", "ratio"),
+        Input(report.REQUESTED, terms.total_budget, "int(device_total * gpu_memory_utilization)", "configured"),
         Input("cap_fraction", env.cap, settings.CAP_FRACTION.name, "configured", "ratio"),
         Input("cap", terms.heuristic_cap, "int(requested * cap_fraction)", "configured"),
         Input("minimum", env.minimum, settings.MIN_BUDGET_GIB.name, "configured"),
@@ -360,7 +361,7 @@ def _cpu_mode(view: WorkerView, env: Settings, host_root: str | os.PathLike[str]
         Input.measured("host_available", memory.available, memory.source),
         Input("local_workers", view.local_workers, view.local_workers_source, "configured", "workers"),
         Input("replicas", view.replicas, view.replicas_source, "configured", "engines"),
-        Input("gpu_memory_utilization", gmu, "cache_config", "configured", "ratio"),
+        Input(report.UTILIZATION, gmu, "cache_config", "configured", "ratio"),
         Input("cap_fraction", env.cap, settings.CAP_FRACTION.name, "configured", "ratio"),
     ]
     if view.num_gpu_blocks_override is not None:

@@ -63,7 +63,7 @@ def _local(model: Any) -> list[specs.ModelLocalKVSpec]:
     ]
     return [
         *entries,
-        *_graph_pool(model, "local_transformer", model.local_config, model.local_forward_cg_by_bs, common),
+        *_graph_pool("local_transformer", model.local_config, model.local_forward_cg_by_bs, common),
     ]
 
 
@@ -103,12 +103,12 @@ def _input_local(model: Any) -> list[specs.ModelLocalKVSpec]:
     captured = model.input_local_transformer_cg_by_bs
     return [
         *entries,
-        *_graph_pool(model, "input_local_transformer", model.input_local_config, captured, common),
+        *_graph_pool("input_local_transformer", model.input_local_config, captured, common),
     ]
 
 
 def _graph_pool(
-    model: Any, name: str, config: Any, captured: dict[int, Any], common: dict[str, Any]
+    name: str, config: Any, captured: dict[int, Any], common: dict[str, Any]
 ) -> list[specs.ModelLocalKVSpec]:
     """The captured buckets. Their rows come from the captures that worked, not from the list of sizes."""
     if not captured:

@@ -53,7 +53,6 @@ class Record:
     ref: weakref.ref[Any]
     kind: str
     origin: Origin
-    copy: bool
     group: Hashable = None
     geometry: tuple[int, int] = (0, 0)
 
@@ -73,9 +72,7 @@ class Peak:
     row_bytes: int = 0
     row_storage_bytes: int = 0
     live_bytes: int = 0
-    live_caches: int = 0
     created: int = 0
-    copies: int = 0
     unmeasured: int = 0
     rowless: bool = False
     kinds: set[str] = field(default_factory=set)
@@ -204,7 +201,7 @@ class Observer:
         return True
 
     def _sample(self) -> None:
-        # For each group its storages and [bytes shown, rows, caches, caches that cannot be measured].
+        # For each group its storages and [bytes shown, rows, caches that cannot be measured].
         totals: dict[Hashable, tuple[dict[StorageKey, int], list[int]]] = {}
         for key, record in self._records.copy().items():
             cache = record.ref()
@@ -216,21 +213,20 @@ class Observer:
                 continue
             held = measure(cache)
             group = self._settle(record, held)
-            storages, sums = totals.setdefault(group, ({}, [0, 0, 0, 0]))
-            sums[2] += 1
+            storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
             if held is None:
-                sums[3] += 1
+                sums[2] += 1
             else:
                 self._add(group, held, storages, sums)
                 self.peaks[group].note(held)
         for group, held in self._fixed.items():
-            storages, sums = totals.setdefault(group, ({}, [0, 0, 0, 0]))
+            storages, sums = totals.setdefault(group, ({}, [0, 0, 0]))
             self.peaks.setdefault(group, Peak())  # several allocations at once: what one row of them is, is not known
             self._add(group, held, storages, sums)
         for group, peak in self.peaks.items():
-            storages, (view, rows, caches, unmeasured) = totals.get(group, ({}, [0, 0, 0, 0]))
+            storages, (view, rows, unmeasured) = totals.get(group, ({}, [0, 0, 0]))
             live = sum(storages.values())
-            peak.live_bytes, peak.live_caches = live, caches
+            peak.live_bytes = live
             peak.storage_bytes = max(peak.storage_bytes, live)
             peak.view_bytes = max(peak.view_bytes, view)
             peak.rows = max(peak.rows, rows)
@@ -258,21 +254,18 @@ class Observer:
         before = self.peaks.get(record.group)
         if before is not None:
             before.created -= 1
-            before.copies -= record.copy
         record.group = None
 
     def _count(self, record: Record) -> None:
         record.group = self._group(record.origin, record.geometry)
         peak = self.peaks.setdefault(record.group, Peak())
         peak.created += 1
-        peak.copies += record.copy
         peak.kinds.add(record.kind)
         peak.sites.add(record.origin.site)
 
     def _born(self, instance: Any, frame: Any) -> None:
         try:
-            origin, copied = self._origin(frame)
-            record = Record(weakref.ref(instance), type(instance).__name__, origin, copied)
+            record = Record(weakref.ref(instance), type(instance).__name__, self._origin(frame))
             self._records[id(instance)] = record
             if self._thread_of != os.getpid():
                 self.start()
@@ -300,10 +293,9 @@ class Observer:
         self.failures += 1
         self.failure = self.failure or f"{type(error).__name__}: {error}"
 
-    def _origin(self, frame: Any) -> tuple[Origin, bool]:
+    def _origin(self, frame: Any) -> Origin:
         site = ""
         selves: list[Any] = []
-        copied = False
         for _ in range(_FRAMES):
             if frame is None:
                 break
@@ -312,8 +304,7 @@ class Observer:
             if module == "copy" and code.co_name == "_reconstruct" and not site:
                 source = self._records.get(id(_local(frame, "x")))
                 if source is not None:
-                    return source.origin, True
-                copied = True
+                    return source.origin
             elif module not in _PASS:
                 site = site or f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
                 if code.co_argcount and code.co_varnames[0] == "self":
@@ -325,7 +316,7 @@ class Observer:
             frame = frame.f_back
         classes = tuple(f"{type(owner).__module__}.{type(owner).__qualname__}" for owner in selves)
         owners = tuple((id(owner), ref) for owner in selves if (ref := _weak(owner)) is not None)
-        return Origin(site or "unknown", owners, classes), copied
+        return Origin(site or "unknown", owners, classes)
 
     def start(self) -> None:
         """Start the measuring thread, once per process; a forked child's first cache starts the child's own."""
