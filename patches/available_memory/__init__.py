@@ -11,7 +11,7 @@ from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
 from .flags import FLAGS, REMOVED
 from .neuron.releases import NEW_LAYOUT, NEW_MODULE, OLD_LAYOUT, OLD_MODULE
 
-_ROOM = "vllm_omni_patch.patches.available_memory"
+_HERE = "vllm_omni_patch.patches.available_memory"
 _METHOD = "determine_available_memory"
 _NO_PARAMETERS = Contract(parameters=())
 # What every published worker of the old layout defines, and the order in which vLLM calls it, rests on.
@@ -46,7 +46,7 @@ PATCH = Patch(
         Target(
             module=OLD_MODULE,
             qualname=f"NeuronWorker.{_METHOD}",
-            install=f"{_ROOM}.neuron.hooks:install",
+            install=f"{_HERE}.neuron.hooks:install",
             distribution="vllm-neuron",
             contract=_NEURON_WORKER,
             native=NEURON_NATIVE,
@@ -58,7 +58,7 @@ PATCH = Patch(
         Target(
             module=NEW_MODULE,
             qualname=f"NeuronWorker.{_METHOD}",
-            install=f"{_ROOM}.neuron.hooks:install",
+            install=f"{_HERE}.neuron.hooks:install",
             distribution="vllm-neuron",
             contract=_NO_PARAMETERS,
             native=NEURON_NATIVE_PATH,
@@ -70,7 +70,7 @@ PATCH = Patch(
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname=f"Worker.{_METHOD}",
-            install=f"{_ROOM}.hooks:install_gpu",
+            install=f"{_HERE}.hooks:install_gpu",
             contract=Contract(
                 parameters=(),
                 class_attributes=("requested_memory", "init_snapshot", "available_kv_cache_memory_bytes"),
@@ -80,35 +80,35 @@ PATCH = Patch(
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.init_device",
-            install=f"{_ROOM}.hooks:install_init",
+            install=f"{_HERE}.hooks:install_init",
             contract=Contract(parameters=(), class_attributes=("requested_memory", "init_snapshot")),
-            note="own memory before the weights; with the process budget also a refusal that names the neighbours",
+            note="own memory before the weights; with the process budget also an error that names the other processes",
         ),
         Target(
             module="vllm.model_executor.model_loader.utils",
             qualname="process_weights_after_loading",
-            install=f"{_ROOM}.hooks:install_count",
+            install=f"{_HERE}.hooks:install_count",
             contract=Contract(parameters=(Parameter("model"), Parameter("model_config"), Parameter("target_device"))),
             note="on CPU only: counts the weights before vLLM packs and empties them",
         ),
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.initialize_from_config",
-            install=f"{_ROOM}.hooks:install_layout",
+            install=f"{_HERE}.hooks:install_layout",
             contract=Contract(parameters=(Parameter("kv_cache_config"),)),
             note="adds the block count to the report",
         ),
         Target(
             module="vllm.v1.worker.startup_plan",
             qualname="compute_plan_fingerprint",
-            install=f"{_ROOM}.hooks:install_plan",
+            install=f"{_HERE}.hooks:install_plan",
             optional=True,
             note="vLLM 0.26 and later: a saved start-up plan belongs to the budget policy that made it",
         ),
         Target(
             module="vllm_omni.worker.base",
             qualname=f"OmniGPUWorkerBase.{_METHOD}",
-            install=f"{_ROOM}.omni:install",
+            install=f"{_HERE}.omni:install",
             distribution="vllm-omni",
             contract=Contract(
                 parameters=(),
@@ -121,19 +121,19 @@ PATCH = Patch(
         Target(
             module="vllm.v1.worker.cpu_worker",
             qualname=f"CPUWorker.{_METHOD}",
-            install=f"{_ROOM}.hooks:install_report",
+            install=f"{_HERE}.hooks:install_report",
             contract=_NO_PARAMETERS,
             optional=True,
         ),
         Target(
             module="vllm.v1.worker.xpu_worker",
             qualname=f"XPUWorker.{_METHOD}",
-            install=f"{_ROOM}.hooks:install_report",
+            install=f"{_HERE}.hooks:install_report",
             contract=_NO_PARAMETERS,
             optional=True,
         ),
     ),
     flags=FLAGS,
-    commands=(("memory", f"{_ROOM}.cli:app"),),
+    commands=(("memory", f"{_HERE}.cli:app"),),
     removed=REMOVED,
 )

@@ -149,7 +149,7 @@ def _own(watch: ProfileWatch, total: int | None, free: int | None) -> Reading:
         known = total is not None and free is not None and not is_unified(watch.worker.device)
         return watch.read(total - free if known else None)  # type: ignore[operator]
     except Exception as error:
-        return Reading.unknown(f"could not be asked ({type(error).__name__}: {error})")
+        return Reading.unknown(f"could not be read ({type(error).__name__}: {error})")
 
 
 def _others(total: int | None, free: int | None, own: int | None) -> Input:

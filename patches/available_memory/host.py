@@ -83,8 +83,8 @@ def _mem_available(base: Path) -> int:
                     raise ValueError(line)
                 return int(number) * 1024
     except (OSError, ValueError) as error:
-        raise RuntimeError(f"Available host memory is not known: /proc/meminfo cannot be read ({error}).") from error
-    raise RuntimeError("Available host memory is not known: /proc/meminfo has no MemAvailable line.")
+        raise RuntimeError(f"Available host memory is unknown: /proc/meminfo cannot be read ({error}).") from error
+    raise RuntimeError("Available host memory is unknown: /proc/meminfo has no MemAvailable line.")
 
 
 def _cgroups(base: Path, notes: list[str]) -> Iterator[tuple[_Files, Path, str]]:
@@ -159,8 +159,8 @@ def _limits(files: _Files, folder: Path, shown: str, notes: list[str]) -> Iterat
             continue
         used = _number(folder / files.usage, f"{shown}/{files.usage}", notes)
         if not isinstance(used, int):
-            notes.append(f"use of {shown} is not known; its limit of {limit} bytes is taken as the bound")
-            yield Bound(f"{source} itself, its use not known", limit, None, limit, "unknown")
+            notes.append(f"the usage of {shown} is unknown; its limit of {limit} bytes is used as the bound")
+            yield Bound(f"{source} itself, usage unknown", limit, None, limit, "unknown")
             continue
         used = max(used - _reclaimable(folder, files.reclaimable, shown, notes), 0)
         yield Bound(source, limit, used, max(limit - used, 0), "measured")

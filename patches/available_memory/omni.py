@@ -60,7 +60,7 @@ def own_reading(module: ModuleType, process: bool) -> Iterator[None]:
         value = original(*args, **kwargs)
         if value == 0:
             logger.warning(
-                "vLLM-Omni reads 0 bytes of device memory for this process and will size KV as if it held nothing. "
+                "vLLM-Omni reads 0 bytes of device memory for this process and sizes KV as if it used none. "
                 "Set %s=process to size it from the profile.",
                 GPU_BUDGET.name,
             )

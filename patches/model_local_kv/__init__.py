@@ -12,8 +12,8 @@ from .families.targets import TARGETS as OWNERS
 from .flags import FLAGS, REMOVED
 from .uses import CACHE, USES
 
-_ROOM = "vllm_omni_patch.patches.model_local_kv"
-_LOAD_MODEL = f"{_ROOM}.hooks:install_load_model"
+_HERE = "vllm_omni_patch.patches.model_local_kv"
+_LOAD_MODEL = f"{_HERE}.hooks:install_load_model"
 
 # load_model's own parameters were renamed (0.17) and grew (0.32). The hook passes on whatever comes and binds none.
 _OWN = Contract(parameters=(), class_attributes=("model",))
@@ -54,7 +54,7 @@ RUNNERS: tuple[Target, ...] = (
     Target(
         module="vllm_omni.worker.gpu_model_runner",
         qualname="OmniGPUModelRunner._report_model_local_kv",
-        install=f"{_ROOM}.hooks:install_native_report",
+        install=f"{_HERE}.hooks:install_native_report",
         distribution="vllm-omni",
         contract=_INHERITED,
         optional=True,

@@ -26,7 +26,7 @@ from typing import Literal
 from .specs import ModelLocalKVScope, Residency
 
 Charge = Literal["charged", "pending", "uncharged", "unknown"]
-"""``charged``: in one of the budget's terms. ``pending``: will be allocated after the budget was set. ``uncharged``: in
+"""``charged``: in one of the budget's terms. ``pending``: allocated after the budget was set. ``uncharged``: in
 place, and in none of the terms. ``unknown``: cannot be told."""
 
 Path = Literal["legacy", "consumed", "process", "rss", "fixed", "unknown"]
@@ -44,7 +44,7 @@ class Engine:
 
 
 def budget_path(engine: Engine) -> Path:
-    """The way in which this engine's worker will compute its KV budget."""
+    """How this engine's worker computes its KV budget."""
     if engine.kv_size_given:
         return "fixed"
     if engine.device == "cpu" and engine.core is not None:

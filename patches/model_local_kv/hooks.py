@@ -95,7 +95,7 @@ def models_of(runner: Any) -> list[tuple[str, Any]]:
 
 
 def engine_of(runner: Any) -> Engine:
-    """What the runner and the imported releases say about the way in which the KV budget will be made."""
+    """What the runner and the imported releases say about how the KV budget is made."""
     omni = any(base.__module__.partition(".")[0] == "vllm_omni" for base in type(runner).__mro__)
     cache_config = getattr(runner, "cache_config", None)
     return Engine(

@@ -121,7 +121,7 @@ def log(load: Load) -> None:
 
 
 def _log_differences(load: Load) -> None:
-    """vLLM-Omni's lines stand; say only where the corrected figure is another one."""
+    """vLLM-Omni has logged its own lines; log only the figures that differ from them."""
     for row in load.rows():
         stock = load.collection.native.get((row["owner"], row["name"]))
         if row["corrected"] and stock != row["declared_peak"]:

@@ -252,7 +252,7 @@ def _paths(root: Any, prefix: str, seen: set[int]) -> list[tuple[str, Any]]:
 
 
 def _content(load: report.Load) -> tuple[Any, ...]:
-    """What the log block says, without what changes from call to call."""
+    """The content of the log block, without what changes from call to call."""
     rows = [
         (row["owner"], row["name"], row["declared_peak"], row["storage_peak"], row["charge"]) for row in load.rows()
     ]

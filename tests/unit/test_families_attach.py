@@ -83,7 +83,7 @@ def test_undo_leaves_somebody_elses_method() -> None:
 
     undo = attach(hook_for(Owner), lambda owner: [])
     Owner.model_local_kv_specs = lambda self: ["theirs"]  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="replaced by somebody else"):
+    with pytest.raises(RuntimeError, match="replaced by other code"):
         undo()
     assert Owner().model_local_kv_specs() == ["theirs"]  # type: ignore[attr-defined]
 

@@ -170,7 +170,7 @@ def test_a_limit_whose_use_is_unknown_still_bounds(tree: Tree) -> None:
     memory = host_memory(tree.root)
     assert memory.available == 150 * GIB
     assert [bound.state for bound in memory.bounds] == ["measured", "unknown"]
-    assert any("use of" in note for note in memory.notes)
+    assert any("usage of" in note for note in memory.notes)
 
 
 def test_a_bind_mounted_group_is_read_at_its_top(tree: Tree) -> None:

@@ -64,7 +64,7 @@ def test_nobody_counted_before_is_unknown() -> None:
     pack(made, None, None)
     assert weights.total([made], {}) is None
     row = explain_cpu._weights(SimpleNamespace(model_runner=SimpleNamespace(model=made)), None)
-    assert (row.state, row.value) == ("unknown", None) and "packed and emptied" in row.source
+    assert (row.state, row.value) == ("unknown", None) and "packed parameters before" in row.source
     assert explain_cpu._rest(10 * SIZE, row.value).state == "unknown"
 
 

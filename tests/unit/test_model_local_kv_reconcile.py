@@ -194,7 +194,7 @@ def test_never_seen_tells_a_dead_cache_from_an_empty_one(observer: Observer) -> 
     kept = bench.model.decoder.inner()
     row = bench.row()
     assert (row.status, row.created) == ("never seen", 4)
-    assert "4 caches were made and held nothing" in row.text
+    assert "4 caches were created and held nothing" in row.text
     bench = Bench(observer, torch.nn.ModuleDict({"x": bench.model.decoder.inner}))
     assert bench.rows() == [], "an undeclared cache that holds nothing is no finding"
     del kept

@@ -302,7 +302,7 @@ def test_a_layout_that_is_not_told_leaves_the_workers_own_number() -> None:
     result = decide(loaded(None), LOADED, {})
     assert (result.report.kv_bytes // PAGE, result.report.policy) == (172, "stock")
     assert by_name(result)["weights"].state == "unknown"
-    assert "the worker's own number" in result.report.notes[0]
+    assert "The worker's own number" in result.report.notes[0]
     # Release 0.1.0 answers with a constant.
     assert decide(loaded(None, own_number=lambda: 1_073_741_824), LOADED, {}).report.kv_bytes == 1_073_741_824
 

@@ -101,7 +101,7 @@ def test_equal_sides_start_and_leave_what_they_assumed(sides: Sides, caplog: pyt
     assert (made_of["cap_fraction"], made_of["gpu_memory_utilization"], made_of["platform"]) == (0.3, 0.9, "trn2")
     assert (made_of["weights"], made_of["policy"], made_of["block"]) == (GIB, "cap", BLOCK)
     assert len(sides.files("device")) == 1
-    assert f"those of the other side in {path}" in caplog.text
+    assert f"the same KV blocks ({path})" in caplog.text
     assert not warned(caplog, "")
 
 
@@ -298,7 +298,7 @@ def test_a_damaged_record_is_said_and_not_fatal(
     else:
         record.write_text(text, encoding="latin-1")
     assert sides.device({CAP: "0.2"}) == 2211
-    (line,) = warned(caplog, "is not usable")
+    (line,) = warned(caplog, "is not a usable record")
     assert str(record) in line
 
 

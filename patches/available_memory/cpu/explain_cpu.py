@@ -55,7 +55,7 @@ def _weights(worker: Any, before: weights.Before | None) -> Input:
     except Exception as error:
         return Input.unknown(report.WEIGHTS, f"the model could not be counted ({type(error).__name__}: {error})")
     if counted is None:
-        return Input.unknown(report.WEIGHTS, "vLLM has packed and emptied parameters that nobody counted before")
+        return Input.unknown(report.WEIGHTS, "vLLM packed parameters before they were counted")
     count, packed = counted
     text = "parameters and buffers of the model"
     if packed:

@@ -95,7 +95,7 @@ def trust(
 ) -> Reading:
     """``reading`` when it can be this process's, else an unknown reading with the reason. All sizes in bytes.
 
-    The only judge of a process's own memory: every policy, the report and the refusal at start get theirs from it.
+    The one check of a process's own memory, for every policy, the report and the refusal at start.
 
     Catches a PID number that is also a stranger's on the host (vllm-omni pull 1274): the value must not be below what
     torch reserved here, nor above it by more than non-torch memory can explain, and it must have grown with it.
@@ -106,25 +106,27 @@ def trust(
         return reading
     own = reading.bytes
     if own == 0:
-        return Reading.unknown("NVML says 0 bytes for this process, which holds a context on the device")
+        return Reading.unknown("NVML reports 0 bytes for this process, which holds a context on the device")
     if own > total:
-        return Reading.unknown(f"NVML gave {own} bytes for this process on a device of {total} bytes")
+        return Reading.unknown(f"NVML reports {own} bytes for this process on a device of {total} bytes")
     if in_use is not None and own > in_use + BELOW_TORCH_SLACK:
         return Reading.unknown(
-            f"NVML gave {gib(own)} for this PID while the whole device has {gib(in_use)} in use: another process"
+            f"NVML reports {gib(own)} for this PID while the whole device has {gib(in_use)} in use: another process"
         )
     reserved = possible(torch_reserved, total)
     if reserved is None:
         if own < weights - BELOW_TORCH_SLACK:
-            return Reading.unknown(f"NVML gave {gib(own)} for this PID, less than the {gib(weights)} of weights")
+            return Reading.unknown(f"NVML reports {gib(own)} for this PID, less than the {gib(weights)} of weights")
         return reading
     allowance = max(NON_TORCH_ALLOWANCE, int(total * NON_TORCH_FRACTION))
     if own < reserved - BELOW_TORCH_SLACK:
-        return Reading.unknown(f"NVML gave {gib(own)} for this PID while torch holds {gib(reserved)}: another process")
+        return Reading.unknown(
+            f"NVML reports {gib(own)} for this PID while torch holds {gib(reserved)}: another process"
+        )
     if own > reserved + allowance:
         return Reading.unknown(
-            f"NVML gave {gib(own)} for this PID while torch holds {gib(reserved)}; {gib(own - reserved)} outside torch "
-            "is not plausible: another process"
+            f"NVML reports {gib(own)} for this PID while torch holds {gib(reserved)}; {gib(own - reserved)} outside "
+            "torch is not plausible: another process"
         )
     if baseline is not None:
         extra = (own - baseline.own) - (reserved - baseline.torch_reserved)

@@ -18,7 +18,7 @@ _UUID_PREFIXES = ("GPU-", "MIG-")
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """What torch and the environment say about one device.
+    """What torch and the environment report about one device.
 
     ``index`` is the number in this process (``cuda:<index>``), ``uuid`` the device's UUID as torch gives it (no
     ``GPU-`` before it), ``pci_bus_id`` as ``domain:bus:device.0`` in hexadecimal. ``visible`` is
@@ -61,7 +61,7 @@ class Match:
 
 
 class NoMatch(Exception):
-    """The device could not be matched; the text says why. Callers turn it into an unknown reading."""
+    """The device could not be matched; the text gives the reason. Callers turn it into an unknown reading."""
 
 
 def visible_entries(visible: str | None) -> list[str] | None:
@@ -102,7 +102,7 @@ def resolve(nvml: Any, identity: DeviceIdentity) -> Match:
         match = _by_entry(nvml, entry) or _by_index(nvml, identity)
     if match is None:
         raise NoMatch(
-            f"cuda:{identity.index} has no UUID or PCI bus id that NVML knows, and its number says nothing with "
+            f"cuda:{identity.index} has no UUID or PCI bus id that NVML knows, and its index is ambiguous with "
             f"CUDA_VISIBLE_DEVICES={identity.visible!r}, CUDA_DEVICE_ORDER={identity.order!r}"
         )
     if not match.mig and _mig_enabled(nvml, match.handle):
@@ -149,7 +149,7 @@ def _by_entry(nvml: Any, entry: str | None) -> Match | None:
         if uuid and uuid.lower().startswith(entry.lower()):
             found.append(Match(handle, f"UUID {uuid}"))
     if len(found) > 1:
-        raise NoMatch(f"{entry} is the beginning of {len(found)} UUIDs")
+        raise NoMatch(f"{entry} matches {len(found)} UUIDs")
     return found[0] if found else None
 
 

@@ -49,14 +49,14 @@ def read_own(identity: DeviceIdentity, pid: int | None = None, load: Callable[[]
     try:
         nvml.nvmlInit()
     except Exception as error:
-        return Reading.unknown(f"NVML did not start: {_text(error)}")
+        return Reading.unknown(f"NVML failed to initialize: {_text(error)}")
     try:
         match = resolve(nvml, identity)
         return _own_row(nvml, match.handle, os.getpid() if pid is None else pid, match.how)
     except NoMatch as error:
         return Reading.unknown(str(error))
     except Exception as error:
-        return Reading.unknown(f"NVML refused the query: {_text(error)}")
+        return Reading.unknown(f"the NVML query failed: {_text(error)}")
     finally:
         try:
             nvml.nvmlShutdown()
@@ -84,9 +84,9 @@ def classify(value: Any, pid: int, how: str = "") -> Reading:
     try:
         count = int(value)
     except (TypeError, ValueError, OverflowError):
-        return Reading.unknown(f"NVML gave {value!r} as the memory of PID {pid}")
+        return Reading.unknown(f"NVML reports {value!r} as the memory of PID {pid}")
     if count < 0 or count >= ABSURD:
-        return Reading.unknown(f"NVML gave {count} bytes for PID {pid}, which is no size of a device")
+        return Reading.unknown(f"NVML reports {count} bytes for PID {pid}, which is not a valid size")
     return Reading("zero" if count == 0 else "measured", count, how)
 
 

@@ -2,7 +2,7 @@
 """The Neuron budget of one worker: which mode, which numbers, which policy.
 
 Order and formula are those of the determine_available_memory design, section 4: compile host, then CPU mode, then
-device. What section 3 of that page says about the bytes in use differs, and is not what was released.
+device. Section 3 of that page describes the bytes in use differently from what was released.
 
 The plugin's releases 0.1 to 0.5 load models through NxD Inference, which compiles and lays out KV while it loads them.
 There is nothing left to decide there: the blocks that exist are the budget, and cap and minimum would only stop a start
@@ -31,8 +31,8 @@ from .hbm import CoreHbm, device_core_hbm, static_core_hbm
 from .laid_out import LaidOut
 from .model import ModelBytes, model_bytes
 
-# The runtime always holds somewhat more than the model (collectives, code, rings); a gap above this is worth a word,
-# because tensors that are neither parameters nor buffers are then likely.
+# The runtime always holds somewhat more than the model (collectives, code, rings); a larger gap suggests tensors that
+# are neither parameters nor buffers.
 GAP_WORTH_A_NOTE = GIB
 
 
@@ -41,9 +41,9 @@ class WorkerView:
     """What a worker and its vLLM config say. Sizes in bytes, lengths in tokens.
 
     ``local_workers`` is the number of workers of this engine on this host and ``replicas`` the number of engines
-    there; each comes with the words for its source. ``kv_layers`` returns (block size in tokens, bytes of one block
+    there; each comes with the name of its source. ``kv_layers`` returns (block size in tokens, bytes of one block
     over all layers) and is only called under the ``need`` policy. ``laid_out`` returns the KV that the model has
-    laid out while it loaded, ``None`` where it does not tell; ``own_number`` what the worker itself would answer.
+    laid out while it loaded, ``None`` where it does not report it; ``own_number`` what the worker itself would return.
     """
 
     gpu_memory_utilization: float
@@ -195,7 +195,7 @@ def usable_stats(stats: Any) -> tuple[int, int]:
 
 
 def _explicit_bytes(view: WorkerView, available: int, environ: Mapping[str, str] | None) -> NeuronBudget:
-    """No other setting counts, a bad one neither."""
+    """No other setting is read, so an invalid one does not matter."""
     source = Input(report.EXPLICIT_KV, available, "cache_config", "configured")
     made = _report(view, available, "explicit", "kv_cache_memory_bytes", [source])
     try:
@@ -214,15 +214,15 @@ def _beyond(setting: str, blocks: int, laid_out: LaidOut) -> list[str]:
     if blocks <= laid_out.blocks:
         return []
     return [
-        f"{setting} asks for {blocks} KV blocks and the compiled model has {laid_out.blocks}: what vLLM puts into the "
-        "others is lost. Set the same number as when it was compiled, or compile again."
+        f"{setting} asks for {blocks} KV blocks, but the compiled model has {laid_out.blocks}; data written to "
+        "the other blocks is lost. To fix: set the number that was compiled, or compile again."
     ]
 
 
 def _laid_out(view: WorkerView, env: Settings, laid_out: LaidOut, runtime_stats: RuntimeStats) -> NeuronBudget:
     """The blocks that exist are the budget: fewer would free nothing, more would be written beside them.
 
-    The runtime is asked for the report's sake. That it cannot answer changes nothing here.
+    The runtime's figures are for the report only.
     """
     inputs: list[Input] = []
     try:
@@ -250,12 +250,13 @@ def _laid_out(view: WorkerView, env: Settings, laid_out: LaidOut, runtime_stats:
 
 
 def _own_number(view: WorkerView, used: int, free: int, inputs: list[Input]) -> NeuronBudget:
-    """What stock would answer: how much of ``used`` is KV that is laid out already is not known."""
+    """The number of the unpatched worker: how much of ``used`` is KV that is already laid out is unknown."""
     number = free if view.own_number is None else int(view.own_number())
     warning = (
-        f"The model has no parameters on this host and does not tell its KV layout, so the {used} bytes in use cannot "
-        f"be split into model and KV; the worker's own number, {number} bytes, is used. Set --num-gpu-blocks-override "
-        f"to the blocks that were compiled, or {settings.USED_BYTES.name}=runtime to subtract all bytes in use."
+        f"The model has no parameters on this host and does not report its KV layout, so the {used} bytes in use "
+        f"cannot be split into model and KV. The worker's own number, {number} bytes, is used. To fix: set "
+        "--num-gpu-blocks-override to the number of compiled blocks, or set "
+        f"{settings.USED_BYTES.name}=runtime to subtract all bytes in use."
     )
     inputs.append(Input.unknown(report.WEIGHTS, "the host model has no parameters (NxD Inference)"))
     return NeuronBudget(_report(view, number, "stock", "the worker's own number", inputs, [warning]))
@@ -264,8 +265,8 @@ def _own_number(view: WorkerView, used: int, free: int, inputs: list[Input]) -> 
 def _explicit_blocks(
     view: WorkerView, available: int, formula: str, inputs: list[Input], side: str = ""
 ) -> NeuronBudget:
-    """The number of blocks is set by hand: vLLM compares ``available`` with the need of one request and uses it for
-    nothing else, so a cap or a minimum would only refuse what was asked for by name."""
+    """The number of blocks is set by hand: vLLM only checks that ``available`` holds one request, so a cap or a
+    minimum would only refuse the given number."""
     source = Input("num_gpu_blocks_override", view.num_gpu_blocks_override, "cache_config", "configured", "blocks")
     return NeuronBudget(_report(view, available, "explicit blocks", formula, [*inputs, source]), side)
 
@@ -279,9 +280,9 @@ def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -
     counted = _count(view)
     if counted is None or (counted.parameters == 0 and env.used_from == "auto"):
         raise RuntimeError(
-            "The bytes of the model are not known on this host: the host model has no parameters (NxD Inference keeps "
-            "them on the device). Compile on a device, or set kv_cache_memory_bytes or num_gpu_blocks_override to the "
-            "value used there."
+            "The size of the model is unknown on this host: the host model has no parameters (NxD Inference keeps them "
+            "on the device). To fix: compile on a device, or set kv_cache_memory_bytes or num_gpu_blocks_override to "
+            "the value used there."
         )
     inputs.append(Input.measured(report.WEIGHTS, counted.total, counted.source))
     return counted.total
@@ -290,7 +291,7 @@ def _used_without_device(view: WorkerView, env: Settings, inputs: list[Input]) -
 def _used_on_device(
     view: WorkerView, env: Settings, runtime_used: int, inputs: list[Input], warnings: list[str]
 ) -> int | None:
-    """Bytes of the model, or of all that is in use where that is asked for; ``None`` where neither may be said."""
+    """Bytes of the model, or all bytes in use where the setting asks for them; ``None`` where neither is known."""
     counted = None if env.used_from == "runtime" else _count(view)
     if counted is not None and (counted.parameters > 0 or env.used_from == "model"):
         inputs.append(Input.measured(report.WEIGHTS, counted.total, counted.source))
@@ -342,7 +343,7 @@ def _capped(view: WorkerView, env: Settings, hbm: CoreHbm, used: int) -> BudgetR
 
 def _need(view: WorkerView) -> tuple[int, list[Input]]:
     if view.kv_layers is None:
-        raise RuntimeError(f"{settings.POLICY.name}=need: this worker does not tell its KV cache layout; use cap.")
+        raise RuntimeError(f"{settings.POLICY.name}=need: this worker does not report its KV cache layout. Use cap.")
     block_size, block_bytes = view.kv_layers()
     blocks = kv_budget.needed_blocks(view.max_num_seqs, view.max_model_len, block_size)
     source = "max_num_seqs * ceil(max_model_len / block_size) + 1"

@@ -2,7 +2,7 @@
 """The hook on vllm-neuron's worker (plugin releases 0.1 to 0.5).
 
 Release 0.1 returns 1 GiB whatever the device has; the others the free bytes and, when anything fails, 20 GiB. An error
-of ours is therefore raised, never handed back to the original to be answered with a guess.
+of ours is therefore raised; the original method would replace it by a guess.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .releases import NEW_MODULE
 logger = ledger.logger("memory")
 
 NATIVE_SIGNS = ("_compute_kv_budget", "_get_kv_cap_fraction")
-# Plugin 0.5: block-KV layouts ask the one, contiguous layouts the other.
+# Plugin 0.5: block-KV layouts call the first, contiguous layouts the second.
 FREE_BYTES_METHOD = "_query_runtime_memory"
 CONTIGUOUS_METHOD = "_calculate_contiguous_kv_memory"
 EXPLICIT = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
@@ -117,8 +117,8 @@ def _decide(worker: Any, own_number: Callable[[], int]) -> budget.NeuronBudget:
         raise
     except Exception as error:
         raise RuntimeError(
-            f"The Neuron KV budget could not be made ({type(error).__name__}: {error}); this worker is not laid out as "
-            "expected. Leave available_memory out of VLLM_OMNI_PATCH to use the worker's own number."
+            f"The Neuron KV budget could not be computed ({type(error).__name__}: {error}); this worker lacks what "
+            "every published release has. Leave available_memory out of VLLM_OMNI_PATCH to use the worker's own number."
         ) from error
 
 
@@ -220,7 +220,7 @@ def _replicas(parallel: Any) -> tuple[int, str]:
     if getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
         return 1, "external_launcher: world_size includes the replicas"
     name = "data_parallel_size_local"
-    # 0 on a node without engines of its own; whoever asks is one.
+    # 0 on a node without engines of its own; this worker belongs to one.
     return max(int(getattr(parallel, name, 1) or 1), 1), f"parallel_config.{name}"
 
 
@@ -312,7 +312,7 @@ def _report_original(worker: Any, stock: Any) -> None:
 
 
 def _blocks(worker: Any, kv_bytes: int) -> tuple[int | None, int | None]:
-    """(blocks, bytes of one over all layers) as vLLM will divide ``kv_bytes``; ``None`` where that is not known."""
+    """(blocks, bytes of one over all layers) as vLLM divides ``kv_bytes``; ``None`` where unknown."""
     override = getattr(worker.cache_config, "num_gpu_blocks_override", None)
     by_hand = None if override is None else int(override)
     try:

@@ -83,4 +83,4 @@ def _check_initialized(name: str, tensor: Any) -> None:
     from torch.nn.parameter import is_lazy
 
     if is_lazy(tensor):
-        raise RuntimeError(f"{name!r} is uninitialized, so the bytes of the model are not known; load it first.")
+        raise RuntimeError(f"{name!r} is uninitialized, so the size of the model is unknown. Load the model first.")

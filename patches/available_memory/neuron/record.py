@@ -55,7 +55,7 @@ class Plan:
             return self.available == other.available
         return self.blocks == other.blocks
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The plan in one line."""
         total = "set by hand" if self.total is None else f"{self.total} bytes"
         made_of = ", ".join(f"{name} {value}" for name, value in self.settings.items())
@@ -108,14 +108,14 @@ def exchange(plan: Plan, at_total: Callable[[int], int] | None, program: dict[st
     if others and not fitting:
         raise SidesDifferError(_difference(plan, *others[-1]))
     same = [path for path, other in fitting if plan.same_as(other)]
-    notes = [f"These KV blocks are those of the other side in {path}." for path in same[-1:]]
+    notes = [f"The other side planned the same KV blocks ({path})." for path in same[-1:]]
     if fitting and not same:
         warnings.append(_changed(plan, *fitting[-1]))
     payload = {"format": FORMAT, "program": program, **asdict(plan)}
     path = os.path.join(where, f"{name}-{plan.side.replace(' ', '-')}-{_digest(asdict(plan))}.json")
     try:
         write_json(path, payload)
-        notes.append(f"What this KV budget was made of is in {path}.")
+        notes.append(f"Wrote the terms of this KV budget to {path}.")
     except OSError as error:
         line = f"{where} cannot be written ({error.strerror or error}), so the other side cannot compare its KV blocks."
         (warnings if plan.side == COMPILE_HOST else notes).append(line)
@@ -149,7 +149,9 @@ def _others(folder: Path, name: str, side: str) -> tuple[list[tuple[Path, Plan]]
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError, KeyError) as error:
-            warnings.append(f"{path} is not usable ({type(error).__name__}: {error}) and is not compared; remove it.")
+            warnings.append(
+                f"{path} is not a usable record ({type(error).__name__}: {error}) and is ignored; remove it."
+            )
             continue
         if plan.side != side:
             found.append((age, path, plan))
@@ -163,7 +165,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         raise ValueError("it names no side or no settings")
     for number in (plan.available, plan.blocks, plan.total):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise ValueError(f"{number!r} is no number of bytes or blocks")
+            raise ValueError(f"{number!r} is not a number of bytes or blocks")
     if plan.available is None:
         raise ValueError("it has no budget")
     return plan
@@ -190,7 +192,7 @@ def _difference(plan: Plan, path: Path, other: Plan) -> str:
     by_hand = f", or give both --num-gpu-blocks-override {min(counts)}" if len(counts) == 2 else ""
     return (
         f"Compile host and device would not lay out the same KV blocks, so compiled programs would not be found again. "
-        f"This {plan.side}: {plan.words()}. The {other.side}: {other.words()}. They differ in "
+        f"This {plan.side}: {plan.describe()}. The {other.side}: {other.describe()}. They differ in "
         f"{_names(plan, other)}. Set both sides alike{by_hand}, and compile again; or remove {path}, "
         f"which holds the figures of the {other.side}, where its programs are no longer used."
     )
@@ -198,8 +200,9 @@ def _difference(plan: Plan, path: Path, other: Plan) -> str:
 
 def _changed(plan: Plan, path: Path, other: Plan) -> str:
     return (
-        f"The {other.side} last planned other KV blocks, by {path}: {other.words()}. This {plan.side}: {plan.words()}. "
-        f"They differ in {_names(plan, other)}. Set them alike on the {other.side} before it starts, or it stops."
+        f"The {other.side} last planned other KV blocks, by {path}: {other.describe()}. This {plan.side}: "
+        f"{plan.describe()}. They differ in {_names(plan, other)}. Use the same settings on the {other.side} before it "
+        "starts, or it stops."
     )
 
 

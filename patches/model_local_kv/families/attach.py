@@ -44,7 +44,7 @@ def attach(hook: Hook, declare: Declare) -> Undo:
 
     def undo() -> None:
         if vars(owner).get(name) is not specs:
-            raise RuntimeError(f"{hook.target.name}.{name} was replaced by somebody else; left as it is")
+            raise RuntimeError(f"{hook.target.name}.{name} was replaced by other code and is left in place")
         delattr(owner, name)
 
     return undo
@@ -64,4 +64,4 @@ def parameter_dtype(module: Any) -> Any:
     """
     for parameter in module.parameters():
         return parameter.dtype
-    raise ValueError(f"{type(module).__name__} has no parameters, so the dtype of its cache is not known")
+    raise ValueError(f"{type(module).__name__} has no parameters, so the dtype of its cache is unknown")

@@ -84,7 +84,7 @@ def _ring(attention: Any) -> tuple[int, int, int, int, Any]:
 
 
 def _ring_dtype(attention: Any) -> Any:
-    """The dtype in which the pool will be made: the second codec takes bfloat16 on CUDA, whatever its weights are."""
+    """The dtype of the pool: the second codec takes bfloat16 on CUDA, whatever its weights are."""
     projections = getattr(attention, "in_projs", None)
     weight = attention.in_proj.weight if projections is None else projections[0].weight
     if projections is not None and weight.device.type == "cuda":

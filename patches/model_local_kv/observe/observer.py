@@ -35,7 +35,7 @@ _PASS = frozenset({"copy", "copyreg", "transformers.cache_utils", __name__})
 @dataclass(frozen=True)
 class Origin:
     """Where a cache was made: ``site`` is ``file:line function``; ``owners`` are the ids of the nearest callers'
-    ``self``, the nearest first, with a reference to each. A cache may outlive them and is theirs all the same."""
+    ``self``, the nearest first, with a reference to each. A cache may outlive them and still belongs to them."""
 
     site: str
     owners: tuple[tuple[int, weakref.ref[Any]], ...] = ()
@@ -85,7 +85,7 @@ class Peak:
             self.row_storage_bytes = max(self.row_storage_bytes, held.storage_bytes // held.rows)
 
     def marks(self) -> tuple[Any, ...]:
-        """What a report says of it, but for what comes and goes."""
+        """The figures of a report that only grow."""
         rows = (self.rows, self.row_bytes, self.row_storage_bytes, self.rowless)
         return (self.storage_bytes, self.view_bytes, *rows, self.unmeasured, self.created > 0)
 
@@ -97,7 +97,7 @@ Grouper = Callable[[Origin, tuple[int, int]], Hashable]
 class Observer:
     """Follows every instance of one ``Cache`` class and its subclasses from :meth:`install` to the undo.
 
-    ``group`` says whose a cache is; it may be replaced when the model is known, which starts the counting anew.
+    ``group`` maps a cache to its owner; it may be replaced when the model is known, which starts the counting anew.
     ``on_round`` is called on the measuring thread after each round, with whether a peak has risen since the last.
     ``failures`` counts what went wrong in here, first with ``failure``: above 0, something may have been missed.
     """

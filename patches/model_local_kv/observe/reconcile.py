@@ -178,8 +178,8 @@ def _judge(
         if peak.unmeasured:
             return "not observable", f"{kinds} has a layout that cannot be measured"
         if peak.created:
-            return "never seen", f"{peak.created} caches were made and held nothing so far"
-        return "never seen", "no cache was made so far; after traffic on this path, the cache is dead"
+            return "never seen", f"{peak.created} caches were created and held nothing so far"
+        return "never seen", "no cache was created so far; if this path has had traffic, the cache is unused"
     limit = declared if storage is None else max(storage, declared)
     if peak.storage_bytes > limit:
         return "under-declared", f"{peak.storage_bytes} bytes were alive at once, {limit} are declared at most"
