@@ -22,7 +22,7 @@ NEURON_NATIVE = Native(
     reason="this worker already bounds KV by gpu_memory_utilization and the cap fraction",
 )
 # The path itself is the sign here: a release that moved its worker to this module computes a budget of its own,
-# whatever its helpers are called.
+# so the names of its helpers do not matter.
 NEURON_NATIVE_PATH = Native(
     base_methods=NEURON_NATIVE.base_methods,
     module_attributes=("NeuronWorker",),

@@ -131,7 +131,7 @@ def run_gpu(module: ModuleType, wrapped: Callable[..., Any], worker: Any, args: 
 
     Raises:
         FlagError: a setting has a value that it does not accept.
-        RuntimeError: nothing is left for KV beside the model-local KV that is to be kept free.
+        RuntimeError: nothing is left for KV after the reserve for model-local KV.
     """
     policy, reserve = flags.read(GPU_BUDGET), flags.read(RESERVE_MODEL_LOCAL_KV)
     explicit = _explicit(worker)

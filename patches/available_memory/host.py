@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that this process may still take on its host: MemAvailable and every cgroup limit above it.
 
-Reads files below ``root`` only, so a tree of one's own stands in for a host. Imports neither torch nor vLLM.
+Reads only files below ``root``. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

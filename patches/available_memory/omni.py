@@ -3,7 +3,7 @@
 
 vLLM-Omni 0.16 to 0.28 (``vllm_omni/worker/base.py``) subtract what NVML lists for this process: a process that is not
 listed counts as 0 bytes (vllm-omni issue 6243), and the transient activation peak is not subtracted at all. 0.30 went
-back to the three profiling terms and reads no NVML. What a release does is told from its module, not from its number.
+back to the three profiling terms and reads no NVML. The module itself shows which of the two a release does.
 
 With ``VLLM_OMNI_PATCH_GPU_BUDGET=process`` both use vLLM's path, with the corrected profile; the older releases are
 told that their own reading is not available. With ``stock`` the number stays vLLM-Omni's.

@@ -15,7 +15,7 @@ from .uses import CACHE, USES
 _HERE = "vllm_omni_patch.patches.model_local_kv"
 _LOAD_MODEL = f"{_HERE}.hooks:install_load_model"
 
-# load_model's own parameters were renamed (0.17) and grew (0.32). The hook passes on whatever comes and binds none.
+# load_model's own parameters were renamed (0.17) and grew (0.32). The hook passes all of them on and binds none.
 _OWN = Contract(parameters=(), class_attributes=("model",))
 _INHERITED = Contract(parameters=())
 

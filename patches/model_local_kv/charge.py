@@ -27,7 +27,7 @@ from .specs import ModelLocalKVScope, Residency
 
 Charge = Literal["charged", "pending", "uncharged", "unknown"]
 """``charged``: in one of the budget's terms. ``pending``: allocated after the budget was set. ``uncharged``: in
-place, and in none of the terms. ``unknown``: cannot be told."""
+place, and in none of the terms. ``unknown``: cannot be decided."""
 
 Path = Literal["legacy", "consumed", "process", "rss", "fixed", "unknown"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around ``load_model`` of the model runners. Whatever goes wrong in here, the load and its result are untouched."""
+"""Around ``load_model`` of the model runners. An error in here does not affect the load or its result."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class ModelLocalKVSpec:
 
 @runtime_checkable
 class HasModelLocalKV(Protocol):
-    """Whatever owns the cache; not the registered model, unless that is the owner."""
+    """The object that owns the cache, which need not be the registered model."""
 
     def model_local_kv_specs(self) -> Sequence[ModelLocalKVSpec]:
         """One spec per distinct allocation; empty when nothing is held."""

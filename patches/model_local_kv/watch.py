@@ -171,7 +171,7 @@ class Watch:
                 rest.append(suspect)
             else:
                 covered.setdefault(group, []).append(suspect)
-        if alive:  # of a model that is gone, what was last found stands
+        if alive:  # of a model that is gone, the last finding is kept
             self._suspects = rest
         if self._observer is not None:
             self._observer.hold({group: merge(suspects) for group, suspects in covered.items()})

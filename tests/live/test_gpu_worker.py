@@ -489,7 +489,7 @@ def test_what_is_advised_leads_to_a_real_start_that_needs_no_more(
         return value, written(tmp_path)["advice"], left
 
     _, (line,), _ = start(utilization, None)
-    settings = line.removesuffix(".").rsplit(": ", 1)[1].split(", or ")
+    settings = re.split(", set |To fix: ", line.removesuffix("."))[-1].split(", or ")
     assert len(settings) > 1
     for setting in settings:
         size = re.search(r"--kv-cache-memory-bytes (\d+)", setting)

@@ -132,7 +132,7 @@ class World:
 
 def pieces(line: str) -> list[str]:
     """The alternatives of one line of advice."""
-    said = line.split("To fix: ", 1)[1] if "To fix: " in line else line.split(": ", 1)[1]
+    said = line.split("To fix: ", 1)[1] if "To fix: " in line else line.split(", set ", 1)[1]
     return said.removesuffix(".").split(", or ")
 
 
@@ -280,17 +280,17 @@ def test_room_for_what_is_to_come_within_the_share() -> None:
     world = replace(SMALL, pending=2 * GIB)
     kv = world.requested - 4 * GIB - GIB // 2
     assert advice(world) == [
-        f"To leave room for 2.00 GiB of pending model-local KV: --kv-cache-memory-bytes {kv}, or {RESERVE}."
+        f"To leave room for 2.00 GiB of pending model-local KV, set --kv-cache-memory-bytes {kv}, or {RESERVE}."
     ]
     assert advice(replace(world, reserve=True)) == []
 
 
-def test_what_is_reserved_is_still_to_come_on_the_device() -> None:
+def test_what_is_reserved_is_still_pending_on_the_device() -> None:
     """A neighbour has taken what the reserve counted on."""
     world = replace(SMALL, process=True, others=12 * GIB, utilization=0.5, pending=2 * GIB, reserve=True)
     assert advice(world) == []
     (line,) = advice(replace(world, grew=GIB))
-    assert line.startswith("To fit into what is free (9.00 GiB are free")
+    assert line.startswith("To fit into free memory (9.00 GiB are free")
     assert f"--kv-cache-memory-bytes {6 * GIB + GIB // 2} with --gpu-memory-utilization 0.4583" in line
 
 
@@ -341,7 +341,7 @@ def test_bytes_in_place_that_the_budget_does_not_count() -> None:
     """Reserved blocks of a graph pool are in none of the terms through vLLM 0.26; own memory contains them."""
     publish(0, uncharged=GIB)
     assert completed(report_with()) == [
-        "To leave room for 1.00 GiB already allocated that this budget does not count: --kv-cache-memory-bytes "
+        "To leave room for 1.00 GiB already allocated that this budget does not count, set --kv-cache-memory-bytes "
         f"{16 * GIB}."
     ]
     assert completed(report_with(counts_own_process=True)) == []

@@ -205,7 +205,7 @@ def test_cpu_in_a_container(host: Callable[..., None], reports: Path) -> None:
     assert inputs(made)["device_free"].value == 5 * GIB
     assert made.notes == ["cgroup v2 /sys/fs/cgroup/pod/memory.max leaves 5.00 GiB, less than this KV cache"]
     assert made.advice[0].startswith(
-        "To fit into what is free (5.00 GiB are free, 0.00 MiB of that for peak and graphs)"
+        "To fit into free memory (5.00 GiB are free, 0.00 MiB of that for peak and graphs)"
     )
     assert "--kv-cache-memory-bytes 5368709120" in made.advice[0]
 

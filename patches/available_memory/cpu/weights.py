@@ -4,7 +4,7 @@
 vLLM's CPU kernels take a packed copy of a linear layer's weight and leave an empty parameter behind
 (``dispatch_cpu_unquantized_gemm`` in vllm/model_executor/layers/utils.py; quantized layers do the like). The copy lies
 in an object that torch knows nothing of, so that what is left in the model afterwards is a few per cent of it. The
-count is therefore made at the door to that step, ``process_weights_after_loading``, which every loader calls.
+count is therefore made just before that step, ``process_weights_after_loading``, which every loader calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def total(models: Iterable[Any], before: Mapping[Any, dict[str, int]]) -> tuple[
     """(bytes of all weights, how many of them were packed) of ``models`` as they are now.
 
     A parameter that is empty now counts with its bytes of before. One that is gone does too, unless its module has got
-    another in its place. ``None``: a parameter is empty and nobody counted it.
+    another in its place. ``None``: a parameter is empty and was not counted before.
     """
     count, packed = 0, 0
     seen: set[int] = set()

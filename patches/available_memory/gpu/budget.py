@@ -18,8 +18,8 @@ from .nvml import Reading
 # NVML counts the CUDA context too, so its figure is never below what torch reserved; the slack is for rounding and
 # for a segment that is freed between the two reads.
 BELOW_TORCH_SLACK = 64 * MIB
-# Context, NCCL and communication buffers, workspaces outside torch. Beyond this a reading is a stranger's whose PID
-# number happens to be ours.
+# Context, NCCL and communication buffers, workspaces outside torch. A larger reading belongs to another
+# process with the same PID number.
 NON_TORCH_ALLOWANCE = 4 * GIB
 NON_TORCH_FRACTION = 0.10
 # Host and device share one pool: what is kept for the operating system and page cache when KV takes the rest.
@@ -97,7 +97,7 @@ def trust(
 
     The one check of a process's own memory, for every policy, the report and the refusal at start.
 
-    Catches a PID number that is also a stranger's on the host (vllm-omni pull 1274): the value must not be below what
+    Catches a PID number that another process has on the host (vllm-omni pull 1274): the value must not be below what
     torch reserved here, nor above it by more than non-torch memory can explain, and it must have grown with it.
     ``in_use`` is what the whole device has in use at that time, where it is known: one process holds no more than that.
     A ``torch_reserved`` that no device could hold comes from a pluggable allocator (vllm issue 40256): not compared.

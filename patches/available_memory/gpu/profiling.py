@@ -47,7 +47,7 @@ class ProfileWatch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the wrappers in place for the length of the block; whatever happens in it, they are taken away again."""
+        """Put the wrappers in place for the length of the block; they are removed however it ends."""
         with ExitStack() as stack:
             original = getattr(self.module, "memory_profiling", None)
             if original is not None:
@@ -62,7 +62,7 @@ class ProfileWatch:
             yield
 
     def read(self, in_use: int | None = None) -> nvml.Reading:
-        """This process's memory on the worker's device, as NVML tells it now; unknown unless it can be ours."""
+        """This process's memory on the worker's device, as NVML reports it now; unknown unless it is plausible."""
         return own_memory(self.worker, self.baseline, in_use)
 
     def _total(self) -> int:
@@ -104,8 +104,8 @@ class ProfileWatch:
         result.non_kv_cache_memory = terms.non_kv
         if self.profile.total_consumed is not None:
             result.total_consumed = terms.total_consumed
-        # vLLM stops the engine when memory became free meanwhile (through 0.15 also when nothing changed); with the
-        # process's own figures in place that says nothing about this engine.
+        # vLLM stops the engine when memory became free during profiling (through 0.15 also when nothing changed);
+        # with the process's own figures in place, that does not concern this engine.
         if after >= before:
             result.after_profile.free_memory = before - 1
         self.terms = terms
@@ -148,7 +148,7 @@ class ProfileWatch:
 class OwnMemoryView:
     """Free memory of a device as if this process were alone on it: ``total - own``, for the length of a block.
 
-    ``failed`` is the reason when a reading was missed in between; what was computed meanwhile is then not usable.
+    ``failed`` is the reason when a reading was missed in between; what was computed in the block is then not usable.
     """
 
     def __init__(self, device: Any, total: int, read: Callable[[], nvml.Reading]) -> None:
@@ -198,7 +198,7 @@ class OwnMemoryView:
 def profile_of(result: Any, worker: Any) -> budget.Profile:
     """vLLM's ``MemoryProfilingResult`` (any release from 0.10.2) as plain numbers, in bytes.
 
-    ``torch_allocated`` stands in the snapshot from 0.27 on; before that it is asked of torch.
+    ``torch_allocated`` is in the snapshot from 0.27 on; before, torch is asked.
 
     Raises:
         AttributeError: the result lacks a field that every release has.
@@ -243,7 +243,7 @@ def torch_memory(device: Any) -> dict[str, int]:
 def own_memory(worker: Any, baseline: budget.Baseline | None = None, in_use: int | None = None) -> nvml.Reading:
     """Device memory of this process on ``worker``'s device: NVML's row, unknown unless it can be ours.
 
-    The one way to this figure for whatever decides or reports; ``in_use`` as in :func:`budget.trust`.
+    The only source of this figure, for decisions and reports; ``in_use`` as in :func:`budget.trust`.
 
     Raises:
         Exception: the worker lacks ``device`` or ``init_snapshot``, or torch failed.
@@ -256,7 +256,7 @@ def own_memory(worker: Any, baseline: budget.Baseline | None = None, in_use: int
 
 
 def device_memory(device: Any) -> tuple[int, int] | None:
-    """(free, total) bytes of the whole device, as torch tells it now; ``None`` where it cannot."""
+    """(free, total) bytes of the whole device, as torch reports it now; ``None`` where it does not."""
     import torch
 
     for owner, name in ((getattr(torch, "accelerator", None), "get_memory_info"), (torch.cuda, "mem_get_info")):

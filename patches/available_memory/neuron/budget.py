@@ -8,8 +8,8 @@ The plugin's releases 0.1 to 0.5 load models through NxD Inference, which compil
 There is nothing left to decide there: the blocks that exist are the budget, and cap and minimum would only stop a start
 that works.
 
-Nothing here touches vLLM: the hook hands over a :class:`WorkerView`. The Neuron runtime and the host's files come in
-as arguments, too.
+Nothing here touches vLLM: the hook hands over a :class:`WorkerView`. The Neuron runtime and the host's files are
+arguments, too.
 """
 
 from __future__ import annotations

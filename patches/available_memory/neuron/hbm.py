@@ -71,7 +71,7 @@ TABLE = (
 class CoreHbm:
     """HBM of one logical core, in bytes, with where it came from. ``warning`` is for the log; empty when all is well.
 
-    ``platform`` and ``lnc`` are ``None`` where nothing tells them.
+    ``platform`` and ``lnc`` are ``None`` where they are unknown.
     """
 
     bytes: int

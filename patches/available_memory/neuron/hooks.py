@@ -224,7 +224,7 @@ def _replicas(parallel: Any) -> tuple[int, str]:
     return max(int(getattr(parallel, name, 1) or 1), 1), f"parallel_config.{name}"
 
 
-# What the compiled program of a model depends on beside the KV blocks, by the names of Hugging Face configurations. Two
+# What a compiled program depends on besides the KV blocks, by the names of Hugging Face configurations. Two
 # models of one shape compile to one program.
 SHAPE = (
     "model_type",
@@ -241,7 +241,7 @@ SHAPE = (
 
 
 def program_of(worker: Any) -> dict[str, Any]:
-    """What tells one compiled program from another: the model's shape and what vLLM was started with."""
+    """What identifies a compiled program: the model's shape and the options of vLLM."""
     model, cache, parallel = worker.model_config, worker.cache_config, worker.parallel_config
     hf_config = getattr(model, "hf_config", None)
     shape = getattr(hf_config, "text_config", None) or hf_config
@@ -323,7 +323,7 @@ def _blocks(worker: Any, kv_bytes: int) -> tuple[int | None, int | None]:
 
 
 def _emit(worker: Any, made: BudgetReport) -> int:
-    """Log and report ``made``; returns its bytes whatever happens here."""
+    """Log and report ``made``; returns its bytes, also when reporting fails."""
     try:
         for line in made.notes:
             logger.warning("%s", line)

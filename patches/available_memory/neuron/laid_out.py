@@ -27,7 +27,7 @@ class LaidOut:
 def laid_out(model: Any, block_size: int, block_bytes: int, max_num_seqs: int, max_model_len: int) -> LaidOut | None:
     """The KV blocks of ``model``; ``None`` where it reports none, or blocks of another size than vLLM's.
 
-    ``block_size`` and the lengths are in tokens; ``block_bytes`` is one block over all layers that vLLM is told of.
+    ``block_size`` and the lengths are in tokens; ``block_bytes`` is one block over all layers that vLLM knows.
     """
     config = getattr(model, "neuron_config", None)
     is_block_layout = getattr(config, "is_block_kv_layout", None)

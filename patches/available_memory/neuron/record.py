@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV budget was made of, left beside the compiled programs for the other side to compare.
+"""The terms of a KV budget, written beside the compiled programs for the other side to compare.
 
-A compile host and a device never meet, yet their block counts must be equal, or programs compiled for hours are not
+A compile host and a device never communicate, yet their block counts must be equal, or compiled programs are not
 found again (determine_available_memory design, section 4). Each side leaves its figures where the programs are; a side
 that finds the other's, and would not arrive at the same count, stops before anything is compiled or served.
 
@@ -123,7 +123,7 @@ def exchange(plan: Plan, at_total: Callable[[int], int] | None, program: dict[st
 
 
 def _not_compared(plan: Plan, why: str) -> Outcome:
-    """A compile host is told; on a device there may never have been one."""
+    """A warning on a compile host, a note on a device, where there may be no compile host."""
     line = f"{why}, so the KV blocks of compile host and device cannot be compared."
     return Outcome([line], []) if plan.side == COMPILE_HOST else Outcome([], [line])
 

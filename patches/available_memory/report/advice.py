@@ -65,12 +65,12 @@ def advise(report: BudgetReport) -> list[str]:
         return [f"Free memory is unknown, so {wanted} may not fit beside the KV cache size that was set."]
     if plan.kv > 0 and plan.best == plan.kv:
         return []
-    reason = f"leave room for {wanted}" if wanted else "fit into what is free"
+    reason = f"leave room for {wanted}" if wanted else "fit into free memory"
     if plan.device_room is not None and plan.device_room < plan.kv:
         reason += f" ({gib(plan.free)} are free, {gib(plan.transient)} of that for peak and graphs)"
     helps = _smaller(report, plan) if plan.best > 0 else []
     if helps:
-        return [f"To {reason}: {', or '.join(helps)}."]
+        return [f"To {reason}, set {', or '.join(helps)}."]
     helps = _otherwise(report, plan)
     if wanted or plan.kv > 0:
         problem = f"No KV cache fits: it would have to {reason}."

@@ -59,7 +59,7 @@ class Bar:
 def bar(report: BudgetReport) -> Bar:
     """The parts of one worker's memory. A part that is unknown is left out, and so is one of 0 bytes.
 
-    What this process holds beside weights is its own memory less the weights where both were measured, otherwise the
+    The rest of this process is its own memory less the weights where both were measured, otherwise the
     non-torch memory. Resident model-local KV is a part of it and is shown apart. With a part unknown, what is left of
     the device is not free for certain, and its name says so.
     """

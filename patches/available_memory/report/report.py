@@ -77,7 +77,7 @@ class Input:
 
 
 def configured(name: str, value: Any, source: str, unit: str = "bytes") -> Input:
-    """An input that somebody set; unknown where it is ``None``."""
+    """A configured input; unknown where it is ``None``."""
     return Input.unknown(name, source, unit) if value is None else Input(name, value, source, "configured", unit)
 
 
@@ -93,7 +93,7 @@ class BudgetReport:
         blocks, block_bytes: ``None`` until the KV cache is laid out.
         linear_in_requested: the budget falls by one byte with every byte by which ``requested`` falls, so a utilisation
             can be computed from a wanted budget.
-        size_given: somebody set the size itself, so no requested share bounds it.
+        size_given: the size itself was set, so no requested share bounds it.
         short_by: how far below 0 the formula came out, where the budget was cut off at 0.
         kv_setting: what sets the size on this worker: the option, ``VLLM_CPU_KVCACHE_SPACE`` (whole GiB) on CPU through
             vLLM 0.19, or empty where nothing does.

@@ -24,7 +24,7 @@ def attach(hook: Hook, declare: Declare) -> Undo:
 
     Raises:
         TypeError: the target is not a class.
-        RuntimeError: (from the undo) somebody else has replaced the method since.
+        RuntimeError: (from the undo) other code has replaced the method since.
     """
     owner = hook.original
     if not isinstance(owner, type):

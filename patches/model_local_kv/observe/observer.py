@@ -97,7 +97,7 @@ Grouper = Callable[[Origin, tuple[int, int]], Hashable]
 class Observer:
     """Follows every instance of one ``Cache`` class and its subclasses from :meth:`install` to the undo.
 
-    ``group`` maps a cache to its owner; it may be replaced when the model is known, which starts the counting anew.
+    ``group`` maps a cache to its owner; it may be replaced when the model is known, which restarts the counting.
     ``on_round`` is called on the measuring thread after each round, with whether a peak has risen since the last.
     ``failures`` counts what went wrong in here, first with ``failure``: above 0, something may have been missed.
     """
@@ -277,7 +277,7 @@ class Observer:
             record = self._records.get(id(instance))
             if record is None or record.ref() is not instance:
                 return
-            # The first cache of a group to hold anything is looked at whatever it costs: "never seen" must be true.
+            # The first cache of a group to hold anything is always measured: "never seen" must be true.
             known = self.peaks.get(record.group) if record.group is not None else None
             fresh = known is None or not known.row_bytes
             if time.perf_counter() >= self._not_before or (fresh and _holds_something(instance)):
