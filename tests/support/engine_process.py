@@ -183,7 +183,8 @@ class Server:
     """``python -m vllm.entrypoints.openai.api_server`` on a free loopback port.
 
     ``ec`` is the value of ``--ec-transfer-config``. ``flag`` is the value of ``VLLM_OMNI_PATCH`` (``None``: unset).
-    ``serve``: start it as ``vllm serve``, which alone heeds ``--api-server-count``.
+    ``serve``: start it as ``vllm serve``, which alone heeds ``--api-server-count``. ``wrapper``: a command that starts
+    the command that follows it, as a tracer does.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Server:
         wait: bool = True,
         boot_seconds: float = BOOT_SECONDS,
         serve: bool = False,
+        wrapper: Sequence[str] = (),
     ) -> None:
         os.makedirs(folder, exist_ok=True)
         self.model = model
@@ -215,7 +217,7 @@ class Server:
             command += ["--load-format", "dummy"]
         if ec is not None:
             command += ["--ec-transfer-config", json.dumps(dict(ec))]
-        command += list(arguments)
+        command = [*wrapper, *command, *arguments]
         log = os.path.join(folder, f"{name}-{self.port}.log")
         started = time.perf_counter()
         self.group = Group(command, environment(flag, env), log)

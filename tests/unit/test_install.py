@@ -137,7 +137,7 @@ def test_each_install_lays_the_startup_file_and_uninstall_removes_it(
     assert not venv.armed()
 
 
-def test_a_user_install_lays_it_in_the_users_site_folder(built: Path, tmp_path: Path) -> None:
+def test_a_user_install_lays_it_in_the_users_site_folder(base: Path, built: Path, tmp_path: Path) -> None:
     home = tmp_path / "user"
     # A user install is for an interpreter outside virtual environments: the one that they are made from.
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -145,13 +145,14 @@ def test_a_user_install_lays_it_in_the_users_site_folder(built: Path, tmp_path: 
         python = Path(os.path.realpath(sys.executable))
     env = {"PYTHONUSERBASE": str(home), "PIP_BREAK_SYSTEM_PACKAGES": "1"}
     (wheel,) = built.glob("*.whl")
-    run(python, "-m", "pip", "install", "-q", "--user", "--no-deps", "--ignore-installed", wheel, **env)
+    pip = [base / "venv/bin/pip", "--python", python]  # Debian's Python has no pip of its own
+    run(*pip, "install", "-q", "--user", "--no-deps", "--ignore-installed", wheel, **env)
     (site,) = home.glob("lib/python*/site-packages")
     assert laid(site) == [FILE]
     assert run(python, "-c", ARMED, cwd=Path("/"), VLLM_OMNI_PATCH="1", **env).strip() == "True"
     alone = run(python, "-s", "-c", ARMED, cwd=Path("/"), VLLM_OMNI_PATCH="1", **env).strip()
     assert alone == "False", "without the user's site folder nothing of it is read"
-    run(python, "-m", "pip", "uninstall", "-q", "-y", "vllm-omni-patch", **env)
+    run(*pip, "uninstall", "-q", "-y", "vllm-omni-patch", **env)
     assert laid(site) == []
 
 
