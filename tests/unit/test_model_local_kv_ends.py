@@ -15,10 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 
-from test_model_local_kv_hooks import Base, Decoder, process  # noqa: F401
-
+from support.local_kv_runners import Base, Decoder
 from vllm_omni_patch import flags
 from vllm_omni_patch.patches.model_local_kv import hooks, watch
+
+pytest_plugins = ["support.local_kv_runners"]
+pytestmark = pytest.mark.usefixtures("process")
 
 ROW = 2 * 256 * 1024 * 2
 
@@ -61,7 +63,7 @@ def serve(how: str) -> None:
 
 CODE = """
 import multiprocessing, sys
-sys.path.insert(0, {here!r})
+sys.path[:0] = {paths!r}
 import test_model_local_kv_ends as ends
 if __name__ == "__main__":
     how, method = sys.argv[1:]
@@ -77,7 +79,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("how", "method"), [("ends", ""), ("raises", "fork")])
 def test_a_process_that_ends_at_once_leaves_what_it_held(how: str, method: str, tmp_path: Path) -> None:
     script = tmp_path / "main.py"
-    script.write_text(CODE.format(here=os.path.dirname(__file__)))
+    script.write_text(CODE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
     env = {**os.environ, flags.REPORT_DIR.name: str(tmp_path / "reports")}
     done = subprocess.run([sys.executable, str(script), how, method], env=env, capture_output=True, text=True)
     (file,) = (tmp_path / "reports").glob("model-local-kv-*.json")
@@ -88,7 +90,7 @@ def test_a_process_that_ends_at_once_leaves_what_it_held(how: str, method: str, 
 
 
 def test_a_peak_that_rises_too_soon_for_a_write_is_written_when_one_is_due(
-    process: watch.Watch,  # noqa: F811
+    process: watch.Watch,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -118,7 +120,7 @@ def test_a_peak_that_rises_too_soon_for_a_write_is_written_when_one_is_due(
 
 
 def test_the_walks_begin_soon_and_become_rare(
-    process: watch.Watch,  # noqa: F811
+    process: watch.Watch,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
@@ -134,7 +136,7 @@ def test_the_walks_begin_soon_and_become_rare(
 
 
 def test_what_could_not_be_followed_is_counted_and_said_once(
-    process: watch.Watch,  # noqa: F811
+    process: watch.Watch,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -156,7 +158,7 @@ def test_what_could_not_be_followed_is_counted_and_said_once(
 
 
 def test_refresh_takes_the_worker_that_vllm_hands_it(
-    process: watch.Watch,  # noqa: F811
+    process: watch.Watch,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     utils = pytest.importorskip("vllm.v1.serial_utils")

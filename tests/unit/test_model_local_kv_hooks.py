@@ -6,9 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import logging
 import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,115 +14,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.local_kv_runners import LOAD_MODEL, MIB, Base, Decoder, fresh, model, module
 from vllm_omni_patch import flags, ledger
 from vllm_omni_patch.code import contract
 from vllm_omni_patch.loading import apply
 from vllm_omni_patch.patch import Target
-from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report, watch
-from vllm_omni_patch.patches.model_local_kv.flags import OBSERVE
-from vllm_omni_patch.patches.model_local_kv.observe import observer
-from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, ModelLocalKVSpec, RowDriver
-from vllm_omni_patch.patches.model_local_kv.uses import CACHE
+from vllm_omni_patch.patches.model_local_kv import PATCH, RUNNERS, hooks, report
 
-MIB = 1 << 20
-LOAD_MODEL = "vllm_omni_patch.patches.model_local_kv.hooks:install_load_model"
+pytest_plugins = ["support.local_kv_runners"]
+pytestmark = pytest.mark.usefixtures("process")
+
 NATIVE = "vllm_omni_patch.patches.model_local_kv.hooks:install_native_report"
-
-
-def spec(name: str = "request") -> ModelLocalKVSpec:
-    return ModelLocalKVSpec(
-        name=name,
-        layers=1,
-        kv_heads=1,
-        head_dim=1024,
-        dtype=torch.float16,
-        physical_capacity_positions=256,
-        capacity_source="test",
-        scope=ModelLocalKVScope.REQUEST,
-        rows=RowDriver.MAX_NUM_SEQS,
-    )
-
-
-class Decoder(torch.nn.Module):
-    def __init__(self, name: str = "request") -> None:
-        super().__init__()
-        self.name = name
-
-    def model_local_kv_specs(self) -> list[Any]:
-        if self.name == "raises":
-            raise ValueError("broken declaration")
-        return [spec(self.name)] if self.name else []
-
-
-def model(name: str = "request") -> Any:
-    return torch.nn.ModuleDict({"decoder": Decoder(name)})
-
-
-class Base:
-    """As a V1 runner: load_model makes ``self.model``."""
-
-    def __init__(self, name: str = "request", max_num_seqs: int = 4) -> None:
-        self.name = name
-        self.scheduler_config = types.SimpleNamespace(max_num_seqs=max_num_seqs)
-        self.model_config = types.SimpleNamespace(stage_id=1)
-        self.parallel_config = types.SimpleNamespace(rank=0)
-        self.cache_config = types.SimpleNamespace(kv_cache_memory_bytes=None)
-        self.vllm_config = object()
-        self.device = torch.device("cpu")
-        self.calls: list[tuple[Any, ...]] = []
-
-    def load_model(self, load_dummy_weights: bool = False, *, model: Any = None) -> str:
-        self.calls.append((load_dummy_weights, model))
-        if self.name == "fails to load":
-            raise MemoryError("no room for the weights")
-        self.model = model or globals()["model"](self.name)
-        return "loaded"
-
-
-def module(**classes: type) -> types.ModuleType:
-    made = types.ModuleType("runners_for_a_test")
-    for name, one in classes.items():
-        setattr(made, name, one)
-    return made
-
-
-def fresh(base: type = Base, **body: Any) -> type:
-    """A runner class of our own, so that wrapping it leaves the others alone."""
-    own = {"load_model": base.__dict__["load_model"]} if "load_model" in base.__dict__ else {}
-    return type("Runner", (base,), {**own, **body})
-
-
-@pytest.fixture
-def install() -> Iterator[Callable[..., Any]]:
-    done: list[apply.Installed] = []
-
-    def one(where: types.ModuleType, qualname: str, installer: str = LOAD_MODEL) -> apply.Installed:
-        target = Target(where.__name__, qualname, installer)
-        done.append(apply.install(PATCH, target, where, lambda: None))
-        return done[-1]
-
-    yield one
-    for installed in reversed(done):
-        apply.remove(installed)
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("vllm", "vllm.omni_patch"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.DEBUG, logger="vllm.omni_patch")
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
-@pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[watch.Watch]:
-    """A process of its own, as far as the patch is concerned."""
-    one = watch.Watch()
-    monkeypatch.setattr(hooks, "WATCH", one)
-    monkeypatch.setattr(watch, "WATCH", one)
-    monkeypatch.delenv(OBSERVE.name, raising=False)
-    yield one
-    one.stop()
 
 
 def headlines(text: list[str]) -> list[str]:
@@ -386,111 +286,6 @@ def test_nothing_declared_is_one_line(install: Any, lines: Any, name: str) -> No
     cls().load_model()
     (line,) = headlines(lines())
     assert ("hold nothing" in line) == (name == "")
-
-
-# -- observation
-
-
-def test_off_touches_no_transformers_class(install: Any, process: watch.Watch) -> None:
-    cls = fresh()
-    install(module(Runner=cls), "Runner.load_model")
-    cls().load_model()
-    assert not process.observing
-    assert process.refresh()["observed"] is None
-    assert process.refresh()["suspects"] is None
-
-
-def test_on_declared_and_undeclared_caches_are_told_apart(
-    install: Any, lines: Any, process: watch.Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache_utils = pytest.importorskip("transformers.cache_utils")
-    monkeypatch.setenv(flags.REPORT_DIR.name, str(tmp_path))
-
-    class Maker(torch.nn.Module):
-        def forward(self, heads: int) -> Any:
-            cache = cache_utils.DynamicCache()
-            new = torch.zeros(1, heads, 256, 1024, dtype=torch.float16)
-            cache.update(new, new, 0)
-            return cache
-
-    def load(self: Any) -> Any:
-        self.model = model()
-        self.model["decoder"].inner = Maker()
-        self.model["extra"] = Maker()
-        self.model["ring"] = torch.nn.Identity()
-        self.model["ring"]._k_cache = torch.zeros(2, 2, 3, 4)
-
-    cls = fresh(load_model=load)
-    install(module(Runner=cls), "Runner.load_model")
-    done = apply.install(PATCH, CACHE, cache_utils, lambda: None)
-    runner = cls()
-    runner.load_model()
-    assert process.observing
-    kept = [runner.model["decoder"].inner(1), runner.model["extra"](2)]
-    data = process.refresh()
-    rows = {(row["owner"], row["status"]): row for row in data["observed"]}
-    assert set(rows) == {("decoder", "matched"), ("extra", "undeclared")}
-    assert rows[("extra", "undeclared")]["observed_peak"] == 2 * MIB
-    assert [(one["owner"], one["attribute"]) for one in data["suspects"]] == [("ring", "_k_cache")]
-    text = "\n".join(lines())
-    assert "Model-local KV undeclared: extra: 2.00 MiB so far" in text
-    assert "Model-local KV suspected: ring._k_cache" in text
-    (file,) = tmp_path.glob("model-local-kv-*.json")
-    assert json.loads(file.read_text())["observed"] == json.loads(json.dumps(data["observed"]))
-    del kept
-    gc.collect()
-    assert process.refresh()["observed"][0]["observed_peak"] == MIB, "a peak stays"
-    apply.remove(done)
-    assert not process.observing
-    assert "__del__" not in vars(cache_utils.Cache)
-
-
-def test_caches_that_come_after_the_load_are_told_apart_too(install: Any, process: watch.Watch) -> None:
-    """transformers may be imported when the first request needs it."""
-    cache_utils = pytest.importorskip("transformers.cache_utils")
-    cls = fresh()
-    install(module(Runner=cls), "Runner.load_model")
-    runner = cls()
-    runner.load_model()
-    assert process.rows() == []
-    done = apply.install(PATCH, CACHE, cache_utils, lambda: None)
-    assert [(row.owner, row.status) for row in process.rows()] == [("decoder", "never seen")]
-    apply.remove(done)
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [({"__new__": lambda cls: None}, "has its own __new__"), ({"__del__": lambda self: None}, "has its own __del__")],
-)
-def test_a_cache_class_that_makes_its_instances_itself_is_refused(
-    process: watch.Watch, body: dict[str, Any], words: str
-) -> None:
-    where = module(Cache=type("Cache", (), dict(body)))
-    before = dict(vars(where.Cache))
-    with pytest.raises(RuntimeError, match=words):
-        apply.install(PATCH, CACHE, where, lambda: None)
-    assert dict(vars(where.Cache)) == before
-    assert not process.observing
-
-
-def test_a_reloaded_cache_class_is_followed_and_the_old_one_let_go(process: watch.Watch) -> None:
-    where = module(Cache=type("Cache", (), {}))
-    old = where.Cache
-    apply.install(PATCH, CACHE, where, lambda: None)
-    assert observer.follows_class(old)
-    where.Cache = type("Cache", (), {})
-    done = apply.install(PATCH, CACHE, where, lambda: None)
-    assert (observer.follows_class(old), observer.follows_class(where.Cache)) == (False, True)
-    apply.remove(done)
-    assert not observer.follows_class(where.Cache)
-
-
-def test_a_cache_lives_though_our_code_breaks(process: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = module(Cache=type("Cache", (), {}))
-    done = apply.install(PATCH, CACHE, where, lambda: None)
-    monkeypatch.setattr(observer.Observer, "_origin", lambda *_: 1 / 0)
-    assert type(where.Cache()) is where.Cache
-    apply.remove(done)
 
 
 def test_release_numbers_are_read_with_their_suffixes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,9 @@ cache_utils = pytest.importorskip("transformers.cache_utils")
 from vllm_omni_patch.patches.model_local_kv.observe.measure import measure
 from vllm_omni_patch.patches.model_local_kv.observe.observer import Observer
 
+pytest_plugins = ["support.local_kv_runners"]
+
 HEADS, SIZE = 2, 8
-
-
-@pytest.fixture
-def observer() -> Iterator[Observer]:
-    one = Observer(interval=0)
-    undo = one.install(cache_utils.Cache)
-    yield one
-    undo()
 
 
 def config(**changes: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from vllm_omni_patch.patches.model_local_kv.observe.observer import Observer, Pe
 from vllm_omni_patch.patches.model_local_kv.observe.reconcile import Assignment, Group, Row, reconcile
 from vllm_omni_patch.patches.model_local_kv.observe.suspects import find, merge
 from vllm_omni_patch.patches.model_local_kv.specs import ModelLocalKVScope, ModelLocalKVSpec, Residency, RowDriver
+
+pytest_plugins = ["support.local_kv_runners"]
 
 HEADS, SIZE, LAYERS, CAPACITY = 2, 8, 2, 16
 ROW = 2 * LAYERS * HEADS * SIZE * CAPACITY * 4
@@ -93,14 +94,6 @@ class Bench:
     def row(self) -> Row:
         (row,) = self.rows()
         return row
-
-
-@pytest.fixture
-def observer() -> Iterator[Observer]:
-    one = Observer(interval=0)
-    undo = one.install(cache_utils.Cache)
-    yield one
-    undo()
 
 
 def test_matched(observer: Observer) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,10 @@ from vllm_omni_patch.patches.model_local_kv.specs import (
     inert,
 )
 
+pytest_plugins = ["support.local_kv_runners"]
+
 MIB = 1 << 20
 CUDA_026 = Engine((0, 26), device="cuda")
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("vllm", "vllm.omni_patch"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.DEBUG, logger="vllm.omni_patch")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def spec(name: str, row: float = 1, **changes: Any) -> ModelLocalKVSpec:
