@@ -127,7 +127,7 @@ def require_space(gigabytes: int) -> None:
     free = shutil.disk_usage(sys.prefix).free / 1e9
     if free < gigabytes:
         sys.exit(
-            f"{sys.prefix} has {free:.1f} GB free and about {gigabytes} GB are needed. Set VENV to a folder with more."
+            f"{sys.prefix} has {free:.1f} GB free, and about {gigabytes} GB are needed. Set VENV to another folder."
         )
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -29,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="keep the working folder")
     keep = parser.parse_args().keep
+    do_without_a_compiler()
     folder = Path(tempfile.mkdtemp(prefix="vllm-omni-patch-quickstart-"))
     try:
         run(folder)
@@ -67,6 +71,7 @@ def run(folder: Path) -> None:
     with patched(model, folder, settings, "first") as server:
         server.image(WARM_UP)
         first = server.image(IMAGE)
+        wait_until_stored(server, 2)
     show("image request, encoded and stored", first)
 
     print("\n[4] the same command again, in new processes")
@@ -85,6 +90,13 @@ def run(folder: Path) -> None:
         sys.exit("the restarted server did not find the stored entry")
 
 
+def do_without_a_compiler() -> None:
+    """vLLM compiles a few operations while it serves; where nothing can compile, they run as they are."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if shutil.which(os.environ.get("CXX", "g++")) is None or not headers.exists():
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+
+
 def arguments() -> list[str]:
     """Further vLLM arguments: on a GPU, a dtype that its attention kernels take."""
     import torch
@@ -94,6 +106,13 @@ def arguments() -> list[str]:
 
 def patched(model: str, folder: Path, settings: dict[str, str], name: str) -> engine_process.Server:
     return engine_process.Server(model, str(folder), name=name, ec=EC, flag="1", env=settings, arguments=arguments())
+
+
+def wait_until_stored(server: engine_process.Server, outputs: int, seconds: float = 20) -> None:
+    """Outputs are written behind the answer, and vLLM kills its workers at the end without waiting for them."""
+    deadline = time.monotonic() + seconds
+    while metric(server.get("/metrics"), "vllm_omni_patch_ec_stored_total") < outputs and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def refusal(model: str, folder: Path) -> str:
