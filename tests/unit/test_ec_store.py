@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import signal
 import stat
@@ -353,47 +352,4 @@ def test_a_folder_without_a_limit_cleans_leftovers_too(tmp_path: Path) -> None:
     store = opened(tmp_path, None)
     assert writer_process(tmp_path, "die").wait() == -signal.SIGKILL
     assert write(store, "a") == "stored"
-    assert os.listdir(store.folder.listing.tmp) == []
-
-
-def _hammer(path: str, seed: int, seconds: float, failures: multiprocessing.Queue) -> None:
-    try:
-        store = opened(Path(path), 6 * MIB, touch_seconds=0.0)
-        end = time.monotonic() + seconds
-        step = seed
-        while time.monotonic() < end:
-            name = f"n{step % 23}"
-            write(store, name, 512 * 1024)
-            found = read(store, f"n{(step * 7) % 23}")
-            expected = bytes(content(f"n{(step * 7) % 23}", 512 * 1024))
-            if found is not None and found != expected:
-                failures.put(f"wrong bytes for n{(step * 7) % 23}")
-            step += 1
-    except BaseException as error:
-        failures.put(repr(error))
-
-
-def test_processes_that_write_and_read_one_folder_stay_within_the_limit(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    failures = context.Queue()
-    store = opened(tmp_path, 6 * MIB)
-    processes = [context.Process(target=_hammer, args=(str(tmp_path), n * 5, 2.0, failures)) for n in range(3)]
-    for process in processes:
-        process.start()
-    highest = 0
-    while any(process.is_alive() for process in processes):
-        total = 0
-        for file in Path(store.folder.root).rglob("*"):
-            try:
-                total += file.stat().st_size if file.suffix in (".ec", ".tmp") else 0
-            except OSError:
-                continue
-        highest = max(highest, total)
-        time.sleep(0.01)
-    assert failures.empty(), failures.get()
-    assert all(process.exitcode == 0 for process in processes)
-    # A rename between the two looks at tmp and at the published files can show one entry per process twice.
-    assert 0 < highest <= 6 * MIB + 3 * 600 * 1024
-    assert store.folder.usage()[0] == on_disk(store) <= 6 * MIB
-    assert store.folder.counted() == on_disk(store)
     assert os.listdir(store.folder.listing.tmp) == []
