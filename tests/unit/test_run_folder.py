@@ -284,3 +284,42 @@ def test_a_run_folder_comes_back_after_its_owner_closed_all_descriptors(house: H
     folder, names = done.value
     assert names == ["alive", "numbers"]
     gone(folder)
+
+
+RAY_WORKER = "import sys; sys.orig_argv = ['python', 'ray/_private/workers/default_worker.py']"
+
+
+def test_a_ray_worker_takes_the_folder_of_its_driver(house: House, tmp_path: Path) -> None:
+    """Ray unpickles the worker, which imports vLLM; only then does vLLM set what its driver has and the node lacks."""
+    driver = tmp_path / "driver"
+    done = house.run(
+        RAY_WORKER,
+        f"""
+        import os, vllm.worker, vllm.plugins
+        from vllm_omni_patch import metrics
+        metrics.add("steps_total", "Steps.", 3)
+        first = os.environ.setdefault("VLLM_OMNI_PATCH_RUN_DIR", {str(driver)!r})
+        vllm.plugins.load_general_plugins()
+        metrics.add("steps_total", "Steps.", 4)
+        show([first, os.environ["VLLM_OMNI_PATCH_RUN_DIR"]])
+    """,
+    )
+    assert done.value == [str(driver)] * 2
+    (left,) = driver.iterdir()
+    assert number_file.read(str(left))[("steps_total", ())].value == 7.0
+
+
+def test_a_driver_inside_a_ray_worker_makes_the_folder(house: House) -> None:
+    """As Ray Serve runs it."""
+    done = house.run(
+        RAY_WORKER,
+        """
+        import os, vllm.worker, vllm.plugins
+        before = os.environ.get("VLLM_OMNI_PATCH_RUN_DIR")
+        vllm.plugins.load_general_plugins()
+        show([before, os.environ["VLLM_OMNI_PATCH_RUN_DIR"]])
+    """,
+    )
+    before, after = done.value
+    assert before is None and f"vllm-omni-patch-run-{platform.node()}-" in after
+    gone(after)

@@ -147,6 +147,7 @@ def engine_starts(path: str) -> None:
     if _loader is None or _engine_pid == os.getpid():
         return
     _engine_pid = os.getpid()
+    lifetime.engine_starts()
     try:
         _loader.catch_up()
         _loader.give_up_absent()

@@ -8,21 +8,38 @@ import logging
 import os
 import sys
 
-from vllm_omni_patch.telemetry import log_lines, numbers, run_folder
+from vllm_omni_patch import flags
+from vllm_omni_patch.telemetry import log_lines, numbers, processes, run_folder
 
 _hooked = False  # multiprocessing calls us in forked children
 
 
 def start() -> None:
-    """Make or join the run folder. Without one, numbers stay within each process. Never raises."""
-    try:
-        run_folder.start()
-    except OSError as error:
-        log_lines.log(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
+    """Make or join the run folder. Without one, numbers stay within each process. Never raises.
+
+    A Ray worker that is not told of one waits until an engine starts in it. vLLM is imported there when Ray unpickles
+    the worker, and vLLM then sets only those of its driver's variables that are not set yet.
+    """
+    if processes.role() != "ray worker" or os.environ.get(flags.RUN_DIR.name):
+        _take_part()
     atexit.register(_end)
     if run_folder.is_multiprocessing_child():
         _end_with_finalizers()
     _end_forked_children()
+
+
+def engine_starts() -> None:
+    """vLLM has loaded its plugins: a Ray worker knows its driver's variables by now, or is a driver itself.
+    Never raises."""
+    if processes.role() == "ray worker":
+        _take_part()
+
+
+def _take_part() -> None:
+    try:
+        run_folder.start()
+    except OSError as error:
+        log_lines.log(logging.INFO, f"no run folder ({error}): numbers of other processes will not be on /metrics")
 
 
 def _end() -> None:
