@@ -32,7 +32,7 @@ for python in "${pythons[@]}"; do
     rm -rf "$work/venv"
     "$python" -m venv "$work/venv"
     # shellcheck disable=SC2086  # WITH holds several packages
-    PYTHONWARNINGS=ignore "$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    PYTHONWARNINGS=ignore "$work/venv/bin/python" -m pip install -qq --disable-pip-version-check \
         --editable ".[test]" prometheus-client ${WITH:-} || { failed+=("$version"); continue; }
     tests=(tests/unit)
     [[ "$version" != 3.15.* ]] || tests=(tests/unit/test_install.py tests/unit/test_startup.py)

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from support.ec_requests import Feature
-
 pytest.importorskip("torch")
 
+from support.ec_requests import Feature
 from vllm_omni_patch.patches.ec_connector.vllm import recompute, refusals
 from vllm_omni_patch.patches.ec_connector.vllm.items import Load
 
