@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from vllm_omni_patch.commands import flags_table
 from vllm_omni_patch.loading import discover
-from vllm_omni_patch.matrix import table, table_text
+from vllm_omni_patch.matrix import evidence, files, table, table_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,7 +68,7 @@ def fill(text: str, name: str, make: Callable[[], str]) -> str:
 
 def releases(found: Sequence[discover.Found]) -> str:
     """One line per patch and distribution: where it applies, and where a run proved it."""
-    matrix = table.load()
+    matrix = files.load()
     lines = [
         "| patch | distribution | applies, judged on released source | proved by running it (device) |",
         "|---|---|---|---|",
@@ -101,7 +101,7 @@ def works(rows: Sequence[table.Row], needed: set[str]) -> bool:
 def live() -> str:
     """The recorded runs of real engines."""
     lines = ["| vLLM | device | date | Python | torch | transformers | LMCache | result |", f"|{'---|' * 8}"]
-    for row in json.loads(table.LIVE.read_text()):
+    for row in json.loads(evidence.LIVE.read_text()):
         results = ", ".join(f"{name}: {patch['result']}" for name, patch in row["patches"].items())
         stopped = row["stopped"].strip().splitlines()[-1][:160].replace("|", "/") if row["stopped"] else ""
         lines.append(

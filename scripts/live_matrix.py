@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_omni_patch.matrix import table
+from vllm_omni_patch.matrix import files
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "vllm_omni_patch" / "matrix" / "matrix-live.json"
@@ -141,7 +141,7 @@ def save(row: dict) -> None:
 
 def _drop_targets_that_are_gone(patch: dict) -> None:
     """A target that no release in ``matrix.json`` has was given up since: an earlier run proves nothing about it."""
-    known = {target for _, target in table.read(table.MATRIX).targets()}
+    known = {target for _, target in files.read(files.MATRIX).targets()}
     for kind in ("targets", "called", "checked"):
         if kind in patch:
             patch[kind] = [name for name in patch[kind] if name in known]

@@ -21,10 +21,11 @@ from support import package_index
 from vllm_omni_patch import flags
 from vllm_omni_patch.code import releases
 from vllm_omni_patch.code.releases import read_path
+from vllm_omni_patch.code.text import ModuleText
 from vllm_omni_patch.commands import matrix
 from vllm_omni_patch.loading import discover
-from vllm_omni_patch.matrix import build, table, table_text
-from vllm_omni_patch.matrix.assess import assess, assess_release, without_effect
+from vllm_omni_patch.matrix import build, files, table, table_text
+from vllm_omni_patch.matrix.forecast import forecast, without_effect
 from vllm_omni_patch.patch import Contract, Documented, Parameter, Patch, Target
 
 WORKER = """
@@ -122,7 +123,7 @@ def house(tmp_path, monkeypatch, served):
     for flag in (flags.SWITCH, flags.UNLISTED):
         monkeypatch.delenv(flag.name, raising=False)
     monkeypatch.setattr(releases, "cache_folder", lambda chosen=None: chosen or cache)
-    table.load.cache_clear()
+    files.load.cache_clear()
     yield site
     discover.find.cache_clear()
 
@@ -150,7 +151,10 @@ def test_update_writes_the_patchs_own_file_and_check_agrees(house):
     assert result.exit_code == 2
     assert "There is no matrix file" in result.stderr and "--release" in result.stderr
     listed(house, *LISTED)
-    held = table.read(house / "demo" / "matrix.json")
+    held = files.read(house / "demo" / "matrix.json")
+    text = RELEASES["9.1.1"]["vllm/worker.py"].encode()
+    assert held.digests["vllm", "vllm.worker", "9.1.1"] == ModuleText(text).digest
+    assert {name for _, _, name in held.digests} == set(LISTED)
     verdicts = {r.release: (r.verdict, r.reason) for r in held.target_rows("demo", "vllm.worker:Worker.load")}
     assert verdicts["9.0.0"] == ("absent", "Worker is not in the module")
     assert verdicts["9.1.0"] == verdicts["9.1.1"] == verdicts["9.2.0"] == ("applies", "")
@@ -187,7 +191,7 @@ def test_update_warns_of_a_target_that_applies_nowhere(house):
 def test_one_release_more_keeps_the_others(house):
     listed(house, "9.1.0")
     listed(house, "9.2.0")
-    assert table.read(house / "demo" / "matrix.json").releases["vllm"] == ["9.1.0", "9.2.0"]
+    assert files.read(house / "demo" / "matrix.json").releases["vllm"] == ["9.1.0", "9.2.0"]
 
 
 def test_the_whole_table(house):
@@ -209,27 +213,27 @@ def test_the_whole_table(house):
 
 
 @pytest.mark.parametrize(
-    ("release", "status", "verdict", "contract", "action"),
+    ("release", "status", "verdict", "contract", "state"),
     [
         ("9.1.0", 0, "applies", "ok", "applied"),
-        ("9.5.0", 0, "native", "unknown", "stands aside"),
+        ("9.5.0", 0, "native", "unknown", "native"),
         ("9.3.0", 1, "drifted", "broken", "skipped"),
         ("9.0.0", 1, "absent", "unknown", "skipped"),
     ],
 )
-def test_this_environment(house, release, status, verdict, contract, action):
+def test_this_environment(house, release, status, verdict, contract, state):
     listed(house, *LISTED)
     package_index.tree(house, vllm(release))
     result = run("--patch", "demo", "--format", "json")
     assert result.exit_code == status
     one = rows(result)[0]
-    assert (one["verdict"], one["contract"], one["action"], one["release"]) == (verdict, contract, action, release)
+    assert (one["verdict"], one["contract"], one["state"], one["release"]) == (verdict, contract, state, release)
     assert (one["listed"], one["evidence"]) == (True, "static")
     # A package that is not installed is ordinary.
-    assert [(r["action"], r["evidence"]) for r in rows(result)[2:]] == [("not installed", "documented")]
+    assert [(r["state"], r["release"], r["evidence"]) for r in rows(result)[2:]] == [("skipped", "", "documented")]
     text = run("--patch", "demo")
     assert text.exit_code == status
-    assert f"vllm {release}" in text.stdout and action in text.stdout and "vllm-neuron (1 target)" in text.stdout
+    assert f"vllm {release}" in text.stdout and state in text.stdout and "vllm-neuron (1 target)" in text.stdout
 
 
 def test_the_switch_says_what_is_asked_for(house, monkeypatch):
@@ -252,13 +256,13 @@ def test_unlisted_code_is_skipped_and_known_code_is_not(house, monkeypatch):
     package_index.tree(house, vllm("9.1.1"))
     result = run("--patch", "demo", "--format", "json")
     assert result.exit_code == 0
-    assert (rows(result)[0]["listed"], "9.1.0" in rows(result)[0]["why"]) == (False, True)
+    assert (rows(result)[0]["listed"], "9.1.0" in rows(result)[0]["reason"]) == (False, True)
     package_index.tree(house, vllm("9.2.0"))
     result = run("--patch", "demo", "--format", "json")
     assert result.exit_code == 1
     one = rows(result)[0]
     # The contract holds, and still nobody has judged this code.
-    assert (one["verdict"], one["contract"], one["action"], one["listed"]) == ("applies", "ok", "skipped", False)
+    assert (one["verdict"], one["contract"], one["state"], one["listed"]) == ("unlisted", "ok", "skipped", False)
     monkeypatch.setenv(flags.UNLISTED.name, "apply")
     assert run("--patch", "demo").exit_code == 0
 
@@ -303,8 +307,8 @@ def test_releases_that_are_not_installed(house):
     result = run("--patch", "demo", "--release", "vllm==9.1.0", "--release", "vllm==9.3.0", "--format", "json")
     assert result.exit_code == 1
     told = {one["release"]: one for one in rows(result) if one["target"] == "vllm.worker:Worker.load"}
-    assert told["9.1.0"]["action"] == "applied"
-    assert told["9.3.0"]["action"] == "skipped"
+    assert told["9.1.0"]["state"] == "applied"
+    assert told["9.3.0"]["state"] == "skipped"
     assert run("--patch", "demo", "--release", "vllm==9.1.0").exit_code == 0
     assert run("--patch", "demo", "--release", "vllm-neuron==0.5.0").exit_code == 0
 
@@ -325,7 +329,7 @@ def test_a_matrix_that_cannot_be_read(house):
     package_index.tree(house, {**vllm("9.1.0"), "demo/matrix.json": "{"})
     result = run("--patch", "demo", "--format", "json")
     assert result.exit_code == 1
-    assert "cannot be looked up" in rows(result)[0]["why"]
+    assert "cannot be looked up" in rows(result)[0]["reason"]
     result = run("--all", "--patch", "demo")
     assert result.exit_code == 2
     assert "matrix.json cannot be read" in result.stderr
@@ -402,7 +406,7 @@ def test_several_processes_give_the_same_table(served):
         told: list[str] = []
         one = build.rebuild([declared], {"vllm": LISTED}, cache, told.append, jobs=1)
         two = build.rebuild([declared], {"vllm": LISTED}, cache, jobs=2)
-    assert table.dump(one) == table.dump(two)
+    assert files.dump(one) == files.dump(two)
     assert len(one.rows()) == len(told) == len(LISTED)
 
 
@@ -413,13 +417,29 @@ def test_groups_stand_and_fall_together(house, tmp_path):
     declared = Patch("demo", "", "", "", "", "", "adds", (good, bad, there_or_not), matrix=str(tmp_path / "m.json"))
     release = read_path(package_index.tree(tmp_path / "tree", vllm("9.1.0")))[0]
     questions = build.questions([declared])
-    held = table.Table([build.judge(q, release) for q in questions], {"vllm": ["9.1.0"]})
-    (tmp_path / "m.json").write_text(table.dump(held))
-    found = assess_release(declared, questions, release)
-    assert [one.action for one in found] == ["skipped", "skipped", "not there"]
-    assert "all targets of group 'both' or none" in found[0].why
-    found = assess_release(declared, [questions[0], questions[2]], release)
-    assert [one.action for one in found] == ["applied", "not there"]
+    held = table.Table([build.row_of(q, release) for q in questions], {"vllm": ["9.1.0"]})
+    (tmp_path / "m.json").write_text(files.dump(held))
+    found = forecast(declared, lambda target: release, {})
+    assert [(one.state, one.row.verdict) for one in found] == [
+        ("skipped", "applies"),
+        ("skipped", "drifted"),
+        ("skipped", "absent"),
+    ]
+    assert "all targets of group 'both' or none" in found[0].reason
+    assert [one.faulty for one in found] == [True, True, False]
+    found = forecast(dataclasses.replace(declared, targets=(good, there_or_not)), lambda target: release, {})
+    assert [one.state for one in found] == ["applied", "skipped"]
+
+
+def test_an_attribute_belongs_to_the_first_patch_that_names_it(house, tmp_path):
+    listed(house, "9.1.0")
+    release = read_path(package_index.tree(tmp_path, vllm("9.1.0")))[0]
+    import demo
+
+    first = dataclasses.replace(demo.PATCH, targets=demo.PATCH.targets[:1])
+    second, claimed = dataclasses.replace(first, name="second"), {}
+    found = [forecast(patch, lambda target: release, claimed)[0] for patch in (first, second)]
+    assert [one.state for one in found] == ["applied", "skipped"]
 
 
 def test_documented_rows_have_a_reason():
@@ -465,13 +485,19 @@ def test_what_a_patch_uses_is_judged_and_not_hooked(house, tmp_path):
     matrix = str(tmp_path / "m.json")
     declared = Patch("demo", "", "", "", "", "", "adds", (hooked,), matrix=matrix, uses=(good, bad, gone))
     release = read_path(package_index.tree(tmp_path / "tree", vllm("9.1.0")))[0]
-    held = table.Table([build.judge(q, release) for q in build.questions([declared])], {"vllm": ["9.1.0"]})
-    (tmp_path / "m.json").write_text(table.dump(held))
-    assert [r.used for r in table.read(tmp_path / "m.json").rows()] == [False, True, True]
+    held = table.Table([build.row_of(q, release) for q in build.questions([declared])], {"vllm": ["9.1.0"]})
+    (tmp_path / "m.json").write_text(files.dump(held))
+    assert [r.used for r in files.read(tmp_path / "m.json").rows()] == [False, True, True]
     assert "(used, not hooked)" in table_text.markdown_table(held)
     declared = dataclasses.replace(declared, uses=(good, bad, gone, absent))
-    found = assess([declared], lambda target: release if target.distribution == "vllm" else None)
-    assert [one.action for one in found] == ["applied", "used", "not usable", "not there", "not installed"]
+    found = forecast(declared, lambda target: release if target.distribution == "vllm" else None, {})
+    assert [(one.state, one.row.verdict, one.installed) for one in found] == [
+        ("applied", "applies", True),
+        (None, "applies", True),
+        (None, "drifted", True),
+        (None, "absent", True),
+        (None, "absent", False),
+    ]
     assert [one.faulty for one in found] == [False, False, True, False, False]
     assert [one.as_json()["role"] for one in found] == ["hooked", *["used"] * 4]
     assert without_effect(found) == []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract: the same answer on objects and on text, wrappers looked through, and each kind of break named."""
+"""The contract on source text, each kind of break named; and the check of the imported object, which never contradicts
+the text it comes from, looks through wrappers and notices replacements."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import wrapt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni_patch.code.contract import check_live, check_source, native_live, native_source
+from vllm_omni_patch.code import runtime
+from vllm_omni_patch.code.contract import check_source, native_source
 from vllm_omni_patch.patch import Contract, Native, Parameter
 
 _numbers = itertools.count()
@@ -46,9 +48,14 @@ def source_of(module: ModuleType) -> str:
 
 
 def both(contract: Contract, module: ModuleType, qualname: str) -> list[str]:
-    live = check_live(contract, module, qualname)
-    assert live == check_source(contract, source_of(module), qualname)
-    return live
+    """What the text says. The object must say nothing else of parameters, and nothing at all where the text fits."""
+    told = check_source(contract, source_of(module), qualname)
+    imported = runtime.check(contract, module, qualname)
+    if not told:
+        assert imported == []
+    elif "parameter" in told[0] and "constructor" not in told[0]:
+        assert told[0] in imported
+    return told
 
 
 def params(*names: str, **kinds: str) -> Contract:
@@ -327,15 +334,39 @@ def test_other_packages_wrappers_are_looked_through(tmp_path, qualname):
         assert both(contract, module, qualname) == []
 
 
-def test_a_replacement_is_judged_as_what_it_is(tmp_path):
+@pytest.mark.parametrize(
+    ("replace", "said"),
+    [
+        (lambda m: setattr(m.Subject, "plain", lambda self, other: None), "no parameter scheduler_output"),
+        (lambda m: setattr(m.Subject, "plain", lambda *args, **kwargs: None), "no parameter scheduler_output"),
+        (lambda m: setattr(m.Subject, "plain", property(lambda self: 1)), "is a property"),
+        (lambda m: setattr(m.Subject, "plain", object()), "not a plain function or class"),
+        (lambda m: delattr(m.Subject, "plain"), "does not define plain"),
+        (lambda m: delattr(m.Base, "inherited"), "has no method inherited"),
+        (lambda m: delattr(m, "CONSTANT"), "the module has no CONSTANT"),
+        (lambda m: setattr(m, "Subject", m.Elsewhere), "Subject is defined in another module (helper_"),
+        (lambda m: delattr(m, "Subject"), "Subject is not in the module"),
+        (lambda m: setattr(m, "Subject", m.function), "Subject is not a class here"),
+    ],
+)
+def test_what_has_been_replaced_since_is_noticed(tmp_path, replace, said):
     module = load(SUBJECT, tmp_path, HELPER)
-    module.Subject.plain = lambda self, other: None
-    problems = check_live(params("scheduler_output"), module, "Subject.plain")
-    assert any("no parameter scheduler_output" in problem for problem in problems)
-    assert any("further required parameter other" in problem for problem in problems)
+    contract = Contract((Parameter("scheduler_output"),), base_methods=("inherited",), module_attributes=("CONSTANT",))
+    assert both(contract, module, "Subject.plain") == []
+    replace(module)
+    assert said in "; ".join(runtime.check(contract, module, "Subject.plain"))
 
 
-def test_of_two_definitions_behind_a_condition_one_that_fits_is_enough(tmp_path):
+def test_a_replacement_that_fits_is_no_break(tmp_path):
+    module = load(SUBJECT, tmp_path, HELPER)
+    module.Subject.plain = lambda self, scheduler_output, *rest: None
+    assert runtime.check(params("scheduler_output"), module, "Subject.plain") == []
+    # A function of the module is known by where it was defined.
+    module.function = lambda a, b=1, *, c: None
+    assert "defined in another module (test_contract)" in runtime.check(params("a"), module, "function")[0]
+
+
+def test_of_two_definitions_behind_a_condition_the_object_tells_which(tmp_path):
     module = load(
         """
         import os
@@ -348,30 +379,30 @@ def test_of_two_definitions_behind_a_condition_one_that_fits_is_enough(tmp_path)
     )
     assert both(params("new"), module, "chosen") == []
     assert check_source(params("neither"), source_of(module), "chosen")
+    assert check_source(params("old", "older"), source_of(module), "chosen") == []
+    assert runtime.check(params("old", "older"), module, "chosen")
 
 
 def test_native_signs(subject):
     text = source_of(subject)
     for qualname in ("Subject.plain", "Subject.not_there", "function"):
         for signs in (
-            Native(base_methods=("inherited",)),
-            Native(base_methods=("not_there",)),
             Native(module_attributes=("CONSTANT",)),
+            Native(base_methods=("not_there",)),
             Native(module_attributes=("NOT_THERE",)),
-            Native(strings=("registered_name",)),
-            Native(strings=("A docstring that names registered_name.",)),
-            Native(strings=("registered",)),
         ):
-            assert native_live(signs, subject, qualname) == native_source(signs, text, qualname)
-    assert "Subject has inherited" in native_live(Native(base_methods=("inherited",)), subject, "Subject.plain")
-    assert "has CONSTANT" in native_live(Native(module_attributes=("CONSTANT",)), subject, "Subject.plain")
-    assert "'registered_name'" in native_live(Native(strings=("registered_name",)), subject, "Subject.plain")
-    # Docstrings do not count, nor do parts of a string.
-    assert native_live(Native(strings=("A docstring that names registered_name.",)), subject, "Subject.plain") == ""
-    assert native_live(Native(strings=("registered",)), subject, "Subject.plain") == ""
-    assert native_live(None, subject, "Subject.plain") == ""
-    said = native_live(Native(strings=("registered_name",), reason="it is built in"), subject, "Subject")
-    assert said.startswith("it is built in (")
+            assert runtime.native(signs, subject, qualname) == native_source(signs, text, qualname)
+    assert "Subject has inherited" in native_source(Native(base_methods=("inherited",)), text, "Subject.plain")
+    assert "Subject has inherited" in runtime.native(Native(base_methods=("inherited",)), subject, "Subject.plain")
+    assert "has CONSTANT" in native_source(Native(module_attributes=("CONSTANT",)), text, "Subject.plain")
+    assert "'registered_name'" in native_source(Native(strings=("registered_name",)), text, "Subject.plain")
+    # Docstrings do not count, nor do parts of a string, nor what a class inherits from another module.
+    assert native_source(Native(strings=("A docstring that names registered_name.",)), text, "Subject.plain") == ""
+    assert native_source(Native(strings=("registered",)), text, "Subject.plain") == ""
+    assert runtime.native(Native(base_methods=("far",)), subject, "Subject.plain") == ""
+    assert native_source(None, text, "Subject.plain") == runtime.native(None, subject, "Subject.plain") == ""
+    told = native_source(Native(strings=("registered_name",), reason="it is built in"), text, "Subject")
+    assert told.startswith("it is built in (")
 
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import vllm_omni_patch
 from vllm_omni_patch.code.fingerprint import fingerprint
-from vllm_omni_patch.code.views import Missing
+from vllm_omni_patch.code.found import Missing
 
 ROOT = Path(vllm_omni_patch.__file__).resolve().parent.parent
 
@@ -145,33 +145,13 @@ def test_two_strings_have_one_fingerprint_only_if_equal(one, other):
 
 # -- other Pythons
 
-# Fingerprints of a text that uses much of the grammar, and, over classes of the standard library, whether text and
-# object agree about attributes: the byte code that the live view reads is another in each Python.
+# Fingerprints of a text that uses much of the grammar.
 PROBE = """
-import importlib, json, sys
+import json, sys
 from vllm_omni_patch.code.fingerprint import fingerprint
-from vllm_omni_patch.code.live import LiveView, source_text
-from vllm_omni_patch.code.source import SourceView
 text = sys.stdin.read()
 names = ["Owner", "Owner.method", "Owner.other", "function"]
-differ, asked = [], 0
-for name in ["argparse", "http.client", "logging", "threading", "queue", "configparser", "socketserver", "cmd",
-             "concurrent.futures.thread", "optparse", "asyncio.queues", "tempfile", "codecs", "shelve"]:
-    module = importlib.import_module(name)
-    live, source = LiveView(module), SourceView(source_text(module))
-    for owner, value in vars(module).items():
-        if isinstance(value, type) and value.__module__ == name:
-            attributes = {a for node in source._owners(owner) for a in source._assigned_on_self(node)}
-            for attribute in [*attributes, *vars(value), "not_there"]:
-                if attribute.startswith("__"):
-                    continue
-                asked += 1
-                answers = [view.has_class_attribute(owner, attribute) for view in (live, source)]
-                answers += [view.has_method(owner, attribute) for view in (live, source)]
-                if answers[0] != answers[1] or answers[2] != answers[3]:
-                    differ.append(f"{name}.{owner}.{attribute}")
-print(json.dumps({"version": sys.version_info[:2], "asked": asked, "differ": differ,
-                  "fingerprints": [fingerprint(text, name) for name in names]}))
+print(json.dumps({"version": sys.version_info[:2], "fingerprints": [fingerprint(text, name) for name in names]}))
 """
 
 
@@ -206,8 +186,6 @@ def test_every_python_gives_the_same_answer(version, here):
     there = probe(python)
     assert ".".join(map(str, there["version"])) == version
     assert there["fingerprints"] == here["fingerprints"]
-    assert there["asked"] > 300
-    assert there["differ"] == []
 
 
 def test_the_probe_text_uses_what_the_versions_disagree_on():

@@ -10,16 +10,19 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.code.contract import fingerprint
+from vllm_omni_patch.code import text as module_text
+from vllm_omni_patch.code.fingerprint import fingerprint
 from vllm_omni_patch.loading import discover
-from vllm_omni_patch.matrix import forecast, judge, table, table_text
-from vllm_omni_patch.matrix.table import LiveRow, Row, Table
+from vllm_omni_patch.matrix import evidence, files, forecast, judge, table, table_text
+from vllm_omni_patch.matrix.evidence import LiveRow
+from vllm_omni_patch.matrix.table import Row, Table
 from vllm_omni_patch.patch import Contract, Native, Parameter, Patch, Target
 
 CODE = "class Worker:\n    def load(self, name, size=1):\n        self.loaded = name\n        return size\n"
@@ -67,7 +70,7 @@ def patch(folder: Path, rows=ROWS, text: str | None = None, **changes) -> Patch:
     path = folder / f"matrix-{next(_numbers)}.json"
     if text is None:
         releases = {"vllm": [r.release for r in rows]}
-        text = table.dump(Table(rows, releases))
+        text = files.dump(Table(rows, releases))
     path.write_text(text)
     return Patch("demo", "", "", "", "", "", "adds", (target(**changes),), matrix=str(path))
 
@@ -151,7 +154,7 @@ def test_listed_as_absent_drifted_or_native(tmp_path):
 
 
 @pytest.mark.parametrize("release", ["0.12.0", "0.12.0+vendor", "0.15.0", "dev", "0.14.0"])
-def test_a_backport_is_seen_on_the_live_object(tmp_path, monkeypatch, release):
+def test_a_backport_is_seen_in_the_code(tmp_path, monkeypatch, release):
     monkeypatch.setenv(flags.UNLISTED.name, "apply")
     signs = Native(base_methods=("load_cached",), strings=("CachedWorker",), reason="vendor backport")
     by_method = CODE + "    def load_cached(self): ...\n"
@@ -163,23 +166,104 @@ def test_a_backport_is_seen_on_the_live_object(tmp_path, monkeypatch, release):
     assert decide(tmp_path, "0.12.0", native=signs).verdict == "applies"
 
 
-def test_the_target_is_gone(tmp_path):
-    moved = "from elsewhere_that_is_not_there import Worker\n".replace("elsewhere_that_is_not_there", "queue")
-    moved = moved.replace("Worker", "Queue as Worker")
-    for text in ("class Other: ...\n", "class Worker: ...\n", moved):
-        listed = decide(tmp_path, "0.12.0", text)
-        assert (listed.verdict, listed.apply, listed.level) == ("drifted", False, "warning")
-        unlisted = decide(tmp_path, "0.15.0", text, optional=True)
-        assert (unlisted.verdict, unlisted.apply, unlisted.level) == ("absent", False, "info")
+@pytest.mark.parametrize(
+    ("text", "unlisted"),
+    [
+        ("class Other: ...\n", "absent"),
+        ("class Worker: ...\n", "absent"),
+        ("from queue import Queue as Worker\n", "drifted"),  # it has moved: there is something to hook, and not here
+    ],
+)
+def test_the_target_is_gone(tmp_path, text, unlisted):
+    listed = decide(tmp_path, "0.12.0", text)
+    assert (listed.verdict, listed.apply, listed.level) == ("drifted", False, "warning")
+    other = decide(tmp_path, "0.15.0", text, optional=True)
+    assert (other.verdict, other.apply, other.level) == (unlisted, False, "info" if unlisted == "absent" else "warning")
 
 
-def test_a_module_without_text_has_no_fingerprint(tmp_path):
+def test_a_module_without_text_is_judged_by_the_matrix_and_its_objects(tmp_path):
     made = module(tmp_path)
     Path(made.__file__).unlink()
     declared = patch(tmp_path)
-    assert judge.live_fingerprint(made, "Worker.load") == ""
     assert judge.decide(declared, declared.targets[0], "0.15.0", made).verdict == "unlisted"
     assert judge.decide(declared, declared.targets[0], "0.12.0", made).apply
+    made.Worker.load = lambda self, other: None
+    assert judge.decide(declared, declared.targets[0], "0.12.0", made).verdict == "drifted"
+
+
+# -- the digest of the source file
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Reading a code view is an error."""
+
+    def refuse(self, source):
+        raise AssertionError("the text was parsed")
+
+    monkeypatch.setattr(module_text.CodeView, "__init__", refuse)
+
+
+def known(folder: Path, release: str, digest: str, **changes) -> Patch:
+    """The patch, with a matrix that knows the file of ``release``."""
+    declared = patch(folder, **changes)
+    digests = {("vllm", "vllm.worker", release): digest}
+    held = files.read(declared.matrix)
+    Path(declared.matrix).write_text(files.dump(Table(held.rows(), held.releases, digests=digests)))
+    return declared
+
+
+DIGEST = module_text.ModuleText(CODE.encode()).digest
+
+
+@pytest.mark.parametrize(
+    ("of", "here", "verdict", "like"),
+    [
+        ("0.12.0", "0.12.0+cpu", "applies", None),
+        ("0.12.0", "0.15.0.dev1", "applies", "0.12.0"),
+        ("0.10.0", "0.10.0", "absent", None),
+        ("0.13.0", "0.13.0", "drifted", None),
+        ("0.14.0", "0.14.0", "native", None),
+        ("0.14.0", "0.15.0", "native", None),
+    ],
+)
+def test_a_file_that_the_matrix_knows_is_not_read(tmp_path, unread, of, here, verdict, like):
+    declared = known(tmp_path, of, DIGEST)
+    made = module(tmp_path)
+    decision = judge.decide(declared, declared.targets[0], here, made)
+    assert (decision.verdict, decision.like) == (verdict, like)
+    assert decision.apply == (verdict == "applies")
+
+
+@pytest.mark.parametrize(
+    ("of", "here", "text"),
+    [
+        ("0.12.0", "0.12.0", CODE + "\n"),  # a rebuilt wheel
+        ("0.11.0", "0.12.0", CODE),  # known, and as another release's file
+        ("0.13.0", "0.15.0", CODE),  # a verdict against it is read again elsewhere
+    ],
+)
+def test_any_other_file_is_read(tmp_path, unread, of, here, text):
+    declared = known(tmp_path, of, DIGEST)
+    with pytest.raises(AssertionError, match="parsed"):
+        judge.decide(declared, declared.targets[0], here, module(tmp_path, text))
+
+
+def test_the_object_is_checked_though_the_file_is_known(tmp_path):
+    """Another package may have replaced the function before it is judged; such a one is not hooked."""
+    declared = known(tmp_path, "0.12.0", DIGEST)
+    made = module(tmp_path)
+    made.Worker.load = lambda self, config: None
+    decision = judge.decide(declared, declared.targets[0], "0.12.0", made)
+    assert (decision.verdict, decision.apply, decision.level) == ("drifted", False, "warning")
+    assert "further required parameter config" in decision.reason
+    signs = Native(base_methods=("load_cached",), reason="brought by another plugin")
+    declared = known(tmp_path, "0.12.0", DIGEST, native=signs)
+    made = module(tmp_path)
+    made.Worker.load_cached = lambda self: None
+    decision = judge.decide(declared, declared.targets[0], "0.12.0", made)
+    assert (decision.verdict, decision.apply) == ("native", False)
+    assert "brought by another plugin" in decision.reason
 
 
 def test_only_code_on_which_the_target_applied_is_trusted(tmp_path):
@@ -241,29 +325,33 @@ ANY_ROWS = st.lists(
     ),
     unique_by=lambda r: (r.patch, r.target, r.release),
 )
+ANY_DIGESTS = st.dictionaries(
+    st.tuples(st.just("vllm"), st.just("m"), st.sampled_from(VERSIONS)), st.sampled_from(["00ff", "ff00"])
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(ANY_ROWS)
-def test_a_table_survives_its_file(tmp_path_factory, rows):
+@given(ANY_ROWS, ANY_DIGESTS)
+def test_a_table_survives_its_file(tmp_path_factory, rows, digests):
     path = tmp_path_factory.mktemp("table") / "matrix.json"
-    made = Table(rows, {"vllm": VERSIONS})
-    path.write_text(table.dump(made))
-    again = table.read(path)
+    made = Table(rows, {"vllm": VERSIONS}, digests=digests)
+    path.write_text(files.dump(made))
+    again = files.read(path)
     assert again.rows() == made.rows()
+    assert again.digests == (digests if rows else {})
     assert again.releases == (made.releases if rows else {})
-    assert table.dump(again) == table.dump(made)
+    assert files.dump(again) == files.dump(made)
 
 
 LOAD = "vllm.worker:Worker.load"
 SEEN = {"targets": [LOAD], "called": [LOAD], "checked": [LOAD]}
 
 
-def evidence(folder: Path, *runs: dict) -> list[Row]:
+def proved(folder: Path, *runs: dict) -> list[Row]:
     path = folder / "live.json"
     path.write_text(json.dumps([{"release": "0.12.0+cpu", **run} for run in runs]))
-    rows = table.live_rows(path)
-    held = table.with_live(Table(ROWS), rows)
+    rows = evidence.live_rows(path)
+    held = evidence.with_live(Table(ROWS), rows)
     assert {r.evidence for r in held.rows() if r.release != "0.12.0"} == {"static"}
     return [r for r in held.rows() if r.release == "0.12.0"]
 
@@ -283,7 +371,7 @@ def evidence(folder: Path, *runs: dict) -> list[Row]:
     ids=["live", "never called", "effect not checked", "check failed", "not applied", "no record of calls", "stopped"],
 )
 def test_a_target_is_live_when_it_was_called_and_its_effect_checked(tmp_path, result, word):
-    (held,) = evidence(tmp_path, {"patches": {"demo": result, "other": {"result": "fail"}}})
+    (held,) = proved(tmp_path, {"patches": {"demo": result, "other": {"result": "fail"}}})
     assert (held.evidence, held.devices) == (word, () if word == "static" else ("cpu",))
     assert held.as_json()["evidence"] == word
     assert held.proof == ("static" if word == "static" else f"{word} (cpu)")
@@ -292,60 +380,42 @@ def test_a_target_is_live_when_it_was_called_and_its_effect_checked(tmp_path, re
 def test_evidence_names_the_devices(tmp_path):
     called, hooked = {"demo": {"result": "pass", **SEEN}}, {"demo": {"result": "pass", "targets": [LOAD]}}
     cuda = {"device": "cuda", "patches": called}
-    (held,) = evidence(tmp_path, cuda, {"patches": called})
+    (held,) = proved(tmp_path, cuda, {"patches": called})
     assert (held.evidence, held.devices, held.as_json()["devices"]) == ("live", ("cpu", "cuda"), ["cpu", "cuda"])
-    (held,) = evidence(tmp_path, cuda, {"patches": hooked})
+    (held,) = proved(tmp_path, cuda, {"patches": hooked})
     assert held.proof == "live (cuda)"
 
 
 def test_a_run_of_vllm_proves_nothing_of_another_distribution_with_that_number():
     other = dataclasses.replace(ROWS[2], distribution="vllm-omni")
     run = LiveRow("vllm", "0.12.0", "demo", True, (LOAD,), (LOAD,), (LOAD,))
-    assert [row.proof for row in table.with_live(Table([other]), [run]).rows()] == ["static"]
-    assert [row.proof for row in table.with_live(Table([ROWS[2]]), [run]).rows()] == ["live (cpu)"]
+    assert [row.proof for row in evidence.with_live(Table([other]), [run]).rows()] == ["static"]
+    assert [row.proof for row in evidence.with_live(Table([ROWS[2]]), [run]).rows()] == ["live (cpu)"]
 
 
 def test_evidence_holds_for_the_code_that_was_run(tmp_path, monkeypatch):
     """A fork or a rebuilt wheel carries the number of a release too; nobody has run its code."""
     runs = tmp_path / "live.json"
     runs.write_text(json.dumps([{"release": "0.12.0", "patches": {"demo": {"result": "pass", **SEEN}}}]))
-    monkeypatch.setattr(table, "LIVE", runs)
+    monkeypatch.setattr(evidence, "LIVE", runs)
     demo = patch(tmp_path)
-    files = {"same": CODE, "other": OTHER}
-    for name, text in files.items():
+    for name, text in {"same": CODE, "other": OTHER}.items():
         (tmp_path / f"{name}.py").write_text(text)
     proofs = {}
-    for name in files:
-        monkeypatch.setattr(forecast, "module_file", lambda module, name=name: str(tmp_path / f"{name}.py"))
-        proofs[name] = forecast.evidence(demo, demo.targets[0], "0.12.0").proof
-    assert proofs == {"same": "live (cpu)", "other": "static"}
-    assert forecast.evidence(demo, demo.targets[0], "0.99.0").proof == "static"
+    for release, name in (("0.12.0", "same"), ("0.12.0", "other"), ("0.99.0", "same")):
+        text = module_text.ModuleText((tmp_path / f"{name}.py").read_bytes())
+        source = SimpleNamespace(release=release, text=lambda module, text=text: text)
+        (told,) = forecast.forecast(demo, lambda target, source=source: source, {})
+        proofs[release, name] = told.row.proof
+    assert list(proofs.values()) == ["live (cpu)", "static", "static"]
 
 
 def test_a_file_of_runs_that_is_no_list_is_named(tmp_path):
     runs = tmp_path / "live.json"
     runs.write_text('{"release": 1}')
     with pytest.raises(table.MatrixError, match=r"live_matrix\.py"):
-        table.live_rows(runs)
-    assert table.live_rows(tmp_path / "none.json") == []
-
-
-def test_contradictions_are_found():
-    name = "vllm.worker:Worker.load"
-    said = table.contradictions(
-        Table(ROWS),
-        [
-            LiveRow("vllm", "0.13.0", "demo", True, (name,)),
-            LiveRow("vllm", "0.12.0", "demo", False),
-            LiveRow("vllm", "0.12.0", "demo", True, ("vllm.worker:Other",)),
-            LiveRow("vllm", "0.11.0", "demo", True, (name,)),
-            LiveRow("vllm", "0.10.0", "demo", False),
-        ],
-    )
-    assert len(said) == 3
-    assert "applied on 0.13.0; the matrix says drifted" in said[0]
-    assert "did not pass on 0.12.0" in said[1]
-    assert "the matrix says nothing" in said[2]
+        evidence.live_rows(runs)
+    assert evidence.live_rows(tmp_path / "none.json") == []
 
 
 def test_the_page(tmp_path):
@@ -353,7 +423,7 @@ def test_the_page(tmp_path):
         LiveRow("vllm", "0.11.0", "demo", True, (LOAD,)),
         LiveRow("vllm", "0.12.0", "demo", True, (LOAD,), (LOAD,), (LOAD,), "cuda"),
     ]
-    text = table_text.markdown_table(table.with_live(Table(ROWS), proof))
+    text = table_text.markdown_table(evidence.with_live(Table(ROWS), proof))
     assert text.splitlines()[2] == (
         "| demo | `Worker.load` in `vllm.worker` | vllm "
         "| 0.11.0 to 0.12.0 | 0.14.0 | 0.13.0 | 0.10.0 | 0.11.0 (cpu) | 0.12.0 (cuda) |"
@@ -371,7 +441,7 @@ def test_the_page(tmp_path):
 
 @pytest.fixture(scope="module")
 def shipped() -> Table:
-    return table.read(table.MATRIX)
+    return files.read(files.MATRIX)
 
 
 def ours() -> list[Patch]:
@@ -410,16 +480,20 @@ def test_every_row_gives_its_reason_and_its_code(shipped):
 
 
 def test_the_file_is_as_the_checker_writes_it(shipped):
-    assert table.dump(shipped) == table.MATRIX.read_text("utf-8")
+    assert files.dump(shipped) == files.MATRIX.read_text("utf-8")
 
 
 def test_runs_and_table_never_contradict_each_other(shipped):
-    assert table.contradictions(shipped, table.live_rows()) == []
+    for run in evidence.live_rows():
+        rows = {target: shipped.row(run.patch, target, run.release) for _, target in shipped.targets()}
+        verdicts = {target: row.verdict for target, row in rows.items() if row is not None}
+        assert {verdicts.get(target) for target in run.applied} <= {"applies"}, run
+        assert run.passed or "applies" not in verdicts.values(), run
 
 
 def test_what_only_a_gpu_worker_calls_is_not_live_on_a_cpu():
     """A CPU engine imports these and its own classes override them, or nobody asks for what they do."""
-    runs = [run for run in table.live_rows() if run.device == "cpu"]
+    runs = [run for run in evidence.live_rows() if run.device == "cpu"]
     never = {
         "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner.prepare_mm_inputs",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from vllm_omni_patch import ledger, metrics
-from vllm_omni_patch.code.contract import check_live, check_source
+from vllm_omni_patch.code import runtime
+from vllm_omni_patch.code.contract import check_source
 from vllm_omni_patch.loading.apply import install, remove
 from vllm_omni_patch.patches.available_memory import PATCH, explain, hooks
 from vllm_omni_patch.patches.available_memory.cpu import explain_cpu
@@ -318,7 +319,7 @@ def test_a_layout_of_another_shape_does_not_disturb(tmp_path: Path, layout: Any)
         tmp_path, SOURCE + "\n    def initialize_from_config(self, kv_cache_config):\n        return 'initialized'\n"
     )
     target = TARGETS["vllm.v1.worker.gpu_worker:Worker.initialize_from_config"]
-    assert check_live(target.contract, module, target.qualname) == []
+    assert runtime.check(target.contract, module, target.qualname) == []
     done = install(PATCH, target, module, lambda: None)
     worker = module.Worker()
     hooks._reports[worker] = report.BudgetReport("gpu", "Worker", "stock", 5)

@@ -59,12 +59,6 @@ def test_undone_it_is_the_original_again(lines: Any) -> None:
 
 
 def test_a_drifted_target_breaks_the_contract() -> None:
-    def needs_more(self: Any, weights: Any) -> None:
-        self.model = weights
-
-    def keeps_elsewhere(self: Any) -> None:
-        self.network = None
-
     own = next(target for target in RUNNERS if target.contract.class_attributes).contract
     drifted = contract.check_source(
         own, "class Runner:\n    def load_model(self, weights):\n        self.model = weights\n", "Runner.load_model"
@@ -78,8 +72,6 @@ def test_a_drifted_target_breaks_the_contract() -> None:
         own, "class Runner:\n    def load(self):\n        self.model = 1\n", "Runner.load_model"
     )
     assert gone
-    assert contract.check_live(own, module(Runner=fresh(load_model=needs_more)), "Runner.load_model")
-    assert contract.check_live(own, module(Runner=fresh(load_model=keeps_elsewhere)), "Runner.load_model")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import zipfile
 from pathlib import Path
@@ -33,13 +34,13 @@ def index(tmp_path, monkeypatch):
 
 def check(release, number="9.1.0"):
     assert (release.distribution, release.release) == ("vllm", number)
-    assert "class Worker" in release.text("vllm.worker")
-    assert "é" in release.text("vllm.nested")
+    assert b"class Worker" in release.text("vllm.worker").data
+    assert "é" in release.text("vllm.nested").data.decode()
     assert release.text("vllm.gone") is None
     assert release.text("vllm.data") is None
-    assert release.view("vllm.gone") is None
-    assert release.view("vllm.worker").find("Worker.load")
-    assert release.view("vllm.worker") is release.view("vllm.worker")
+    assert release.text("vllm.worker").view.find("Worker.load")
+    assert release.text("vllm.worker") is release.text("vllm.worker")
+    assert release.text("vllm.worker").digest == hashlib.sha256(FILES["vllm/worker.py"].encode()).hexdigest()[:16]
     assert "vllm.worker" not in sys.modules
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_read_is_said(tmp_path, name):
 def test_text_that_is_not_python(tmp_path):
     package_index.tree(tmp_path, {**FILES, "vllm/worker.py": "class Worker(:\n"})
     with pytest.raises(SyntaxError):
-        read_path(tmp_path)[0].view("vllm.worker")
+        _ = read_path(tmp_path)[0].text("vllm.worker").view
 
 
 def test_fetching_keeps_the_text_alone(index, tmp_path):

@@ -1,56 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a target still look as its patch needs it to: on a live object, or on source text that is not imported.
-
-:func:`check_live` and :func:`check_source` give the same list for the same code; an empty one means the contract
-holds. What either can see is described in ``views.py``.
-"""
+"""Does a target still look as its patch needs it to? Asked of source text, which is not imported."""
 
 from __future__ import annotations
 
-import ast
-from types import ModuleType
-
-from vllm_omni_patch.code.fingerprint import fingerprint
-from vllm_omni_patch.code.live import LiveView
-from vllm_omni_patch.code.source import SourceView
-from vllm_omni_patch.code.views import Found, Missing, Seen, View, signature
+from vllm_omni_patch.code.found import Found, Missing, Seen, signature
+from vllm_omni_patch.code.view import CodeView
 from vllm_omni_patch.patch import Contract, Native, Parameter
 
-__all__ = ["check", "check_live", "check_source", "fingerprint", "native", "native_live", "native_source"]
 
+def check_source(contract: Contract, source: str | CodeView, qualname: str) -> list[str]:
+    """What ``qualname`` lacks in its module, one sentence each; an empty list means that the contract holds.
 
-def check_live(contract: Contract, module: ModuleType, qualname: str) -> list[str]:
-    """What ``qualname`` of the imported ``module`` lacks; one sentence each."""
-    return check(contract, LiveView(module), qualname)
-
-
-def check_source(contract: Contract, source: str | ast.Module | SourceView, qualname: str) -> list[str]:
-    """What ``qualname`` lacks in the text or syntax tree of its module; one sentence each.
+    See :class:`~vllm_omni_patch.patch.Contract` for what is asked.
 
     Raises:
         SyntaxError: the text is not Python that this interpreter reads.
     """
-    return check(contract, _view(source), qualname)
-
-
-def native_live(signs: Native | None, module: ModuleType, qualname: str) -> str:
-    """Why the imported module already does what the patch brings; empty when it does not."""
-    return native(signs, LiveView(module), qualname) if signs else ""
-
-
-def native_source(signs: Native | None, source: str | ast.Module | SourceView, qualname: str) -> str:
-    """As :func:`native_live`, on the text or syntax tree of the module."""
-    return native(signs, _view(source), qualname) if signs else ""
-
-
-def check(contract: Contract, view: View, qualname: str) -> list[str]:
-    """The contract against a view of the module. See :class:`~vllm_omni_patch.patch.Contract` for what is asked."""
+    view = _view(source)
     try:
         found = view.find(qualname)
     except Missing as missing:
         return [str(missing)]
-    # Where a condition chooses between definitions, one that will do is enough: the live check decides in the end.
-    answers = [_check_parameters(contract, candidate, qualname) for candidate in found]
+    # Where a condition chooses between definitions, one that fits is enough: the object decides when it is imported.
+    answers = [check_parameters(contract, candidate, qualname) for candidate in found]
     problems = min(answers, key=len)
     owner = found[0].owner
     if (contract.base_methods or contract.class_attributes) and not owner:
@@ -65,11 +37,12 @@ def check(contract: Contract, view: View, qualname: str) -> list[str]:
     return problems + _missing_names(contract, view)
 
 
-def _missing_names(contract: Contract, view: View) -> list[str]:
+def _missing_names(contract: Contract, view: CodeView) -> list[str]:
     return [f"the module has no {name}" for name in contract.module_attributes if not view.has_module_attribute(name)]
 
 
-def _check_parameters(contract: Contract, found: Found, qualname: str) -> list[str]:
+def check_parameters(contract: Contract, found: Found, qualname: str) -> list[str]:
+    """What the parameters of ``found`` lack, one sentence each."""
     if contract.parameters is None:
         return []
     if found.kind == "class" and found.parameters is None:
@@ -100,27 +73,35 @@ def _check_parameter(wanted: Parameter, seen: Seen | None, qualname: str) -> str
     return ""
 
 
-def native(signs: Native, view: View, qualname: str) -> str:
-    """Why the module in ``view`` already does what the patch brings; empty when it does not."""
+def native_source(signs: Native | None, source: str | CodeView, qualname: str) -> str:
+    """Why the module already does what the patch brings; empty when it does not.
+
+    Raises:
+        SyntaxError: as :func:`check_source`.
+    """
+    if signs is None:
+        return ""
+    view = _view(source)
     try:
         owner = view.find(qualname)[0].owner
     except Missing:
         owner = qualname.rpartition(".")[0]
     for name in signs.base_methods:
         if owner and view.has_method(owner, name):
-            return _native_reason(signs, f"{owner} has {name}")
+            return native_reason(signs, f"{owner} has {name}")
     for name in signs.module_attributes:
         if view.has_module_attribute(name):
-            return _native_reason(signs, f"the module has {name}")
+            return native_reason(signs, f"the module has {name}")
     for text in signs.strings:
         if view.has_string(text):
-            return _native_reason(signs, f"the module names {text!r}")
+            return native_reason(signs, f"the module names {text!r}")
     return ""
 
 
-def _native_reason(signs: Native, sign: str) -> str:
+def native_reason(signs: Native, sign: str) -> str:
+    """The reason of a ``native`` verdict, with the ``sign`` that was found."""
     return f"{signs.reason} ({sign})" if signs.reason else f"upstream has it: {sign}"
 
 
-def _view(source: str | ast.Module | SourceView) -> SourceView:
-    return source if isinstance(source, SourceView) else SourceView(source)
+def _view(source: str | CodeView) -> CodeView:
+    return source if isinstance(source, CodeView) else CodeView(source)

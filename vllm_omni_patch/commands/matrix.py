@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +24,12 @@ from vllm_omni_patch.code import installed
 from vllm_omni_patch.code.releases import Release, ReleaseError, fetch, open_installed, parse_spec, read_path
 from vllm_omni_patch.commands import matrix_print
 from vllm_omni_patch.loading import discover
-from vllm_omni_patch.matrix import table
-from vllm_omni_patch.matrix.assess import Assessment, assess, assess_release, without_effect
+from vllm_omni_patch.matrix import files
 from vllm_omni_patch.matrix.build import questions, rebuild
-from vllm_omni_patch.matrix.table import MATRIX, MatrixError, Table, ordered
+from vllm_omni_patch.matrix.files import MATRIX
+from vllm_omni_patch.matrix.forecast import Forecast, forecast, installed_here, without_effect
+from vllm_omni_patch.matrix.rules import state_of
+from vllm_omni_patch.matrix.table import MatrixError, Row, Table, ordered
 from vllm_omni_patch.matrix.table_text import markdown_table, plain_spans
 from vllm_omni_patch.matrix.upgrade import compare
 from vllm_omni_patch.patch import Patch, Target
@@ -72,7 +75,7 @@ def matrix(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="With --update or --check: the matrix file.")] = None,
 ) -> None:
-    """Print which patch target applies, has drifted, is native or is not there, and what the loader will do.
+    """Print the verdict for each patch target, and the state that it leads to: applied, native or skipped.
 
     Without options: this environment, read as text; vLLM is not imported.
     """
@@ -128,27 +131,21 @@ def _judge_environment(found: Sequence[discover.Found], patches: Sequence[Patch]
         else:
             print(f"{flags.SWITCH.name} is off; this is what all patches would do.", file=sys.stderr)
             broken = [one for one in found if one.patch is None]
-    opened: dict[str, Release | None] = {}
-
-    def open_release(target: Target) -> Release | None:
-        if target.distribution not in opened:
-            opened[target.distribution] = open_installed(target.distribution, target.module)
-        return opened[target.distribution]
-
-    assessed = assess(asked, open_release)
+    open_source, claimed = installed_here(), dict[str, str]()
+    found_here = [one for patch in asked for one in forecast(patch, open_source, claimed)]
     if installed.find("vllm") is None:
         raise Stop(
             "no vLLM is installed in this environment, under any distribution name; name a --release or --source."
         )
-    matrix_print.assessments(assessed, format.value)
-    return 2 if broken else _status(assessed)
+    matrix_print.forecasts(found_here, format.value)
+    return 2 if broken else _status(found_here)
 
 
-def _status(assessed: Sequence[Assessment]) -> int:
-    idle = without_effect(assessed)
+def _status(found: Sequence[Forecast]) -> int:
+    idle = without_effect(found)
     for name in idle:
         print(f"{name}: none of its targets is there", file=sys.stderr)
-    return 1 if idle or any(one.faulty for one in assessed) else 0
+    return 1 if idle or any(one.faulty for one in found) else 0
 
 
 # -- releases that are not installed
@@ -170,28 +167,42 @@ def _judge_releases(
         elif not any(target.distribution == distribution for target in targets):
             known = ", ".join(sorted({target.distribution for target in targets}))
             raise Stop(f"no patch has a target in {distribution}; distributions with targets: {known}.")
-    assessed: list[Assessment] = []
+    found: list[Forecast] = []
     for release in releases:
         base = _base(release, patches, against, cache)
+        claimed: dict[str, str] = {}
         for patch in patches:
-            own = [asked for asked in questions([patch]) if asked.target.distribution == release.distribution]
-            here = assess_release(patch, own, release)
-            listed = table.for_patch(patch).lists(release.distribution, release.release)
-            for one, asked in zip(here, own, strict=True):
-                change = compare(asked, base, release, listed) if base else None
-                assessed.append(replace(one, change=change))
+            asked = [one for one in questions([patch]) if one.target.distribution == release.distribution]
+            own = replace(
+                patch,
+                targets=tuple(one.target for one in asked if not one.used),
+                uses=tuple(one.target for one in asked if one.used),
+            )
+            listed = files.for_patch(patch).lists(release.distribution, release.release)
+            told = forecast(own, partial(_same, release), claimed)
+            for one, question in zip(told, asked, strict=True):
+                found.append(replace(one, change=compare(question, base, release, listed) if base else None))
     documented = [
-        Assessment(row, "applied" if row.verdict == "applies" else "stands aside", row.reason, False)
+        _documented(row, target)
         for patch in patches
-        for row in table.for_patch(patch).rows()
-        if row.patch == patch.name and row.evidence == "documented" and (row.distribution, row.release) in specs
+        for target in patch.targets
+        for row in files.for_patch(patch).target_rows(patch.name, target.name)
+        if row.evidence == "documented" and (row.distribution, row.release) in specs
     ]
-    told = {(one.row.distribution, one.row.release) for one in [*assessed, *documented]}
+    described = {(one.row.distribution, one.row.release) for one in [*found, *documented]}
     for distribution, number in specs:
-        if (distribution, number) not in told:
+        if (distribution, number) not in described:
             raise Stop(f"nothing is known of {distribution} {number}: it cannot be fetched, and no patch describes it.")
-    matrix_print.assessments([*assessed, *documented], format.value)
-    return 1 if any(one.faulty for one in assessed) else 0
+    matrix_print.forecasts([*found, *documented], format.value)
+    return 1 if any(one.faulty for one in found) else 0
+
+
+def _same(release: Release, target: Target) -> Release:
+    return release
+
+
+def _documented(row: Row, target: Target) -> Forecast:
+    return Forecast(target, row, state_of(row.verdict, row.verdict == "applies"), row.reason)
 
 
 def _base(release: Release, patches: Sequence[Patch], against: str, cache: Path | None) -> Release | None:
@@ -203,7 +214,7 @@ def _base(release: Release, patches: Sequence[Patch], against: str, cache: Path 
     here = open_installed(release.distribution)
     if here is not None and here.release != release.release:
         return here
-    listed = [number for patch in patches for number in table.for_patch(patch).releases.get(release.distribution, ())]
+    listed = [number for patch in patches for number in files.for_patch(patch).releases.get(release.distribution, ())]
     try:
         older = [number for number in ordered([*listed, release.release])]
         older = older[: older.index(release.release)]
@@ -224,7 +235,7 @@ def _update(
     write: bool,
 ) -> int:
     """Write, or compare, the matrix files of the patches: ours, and those that other packages bring."""
-    files: dict[Path, list[Patch]] = {}
+    by_file: dict[Path, list[Patch]] = {}
     for one in found:
         if one.patch is None:
             if named is None and one.distribution == discover.OWN_DISTRIBUTION:
@@ -240,8 +251,8 @@ def _update(
             continue
         if one.distribution != discover.OWN_DISTRIBUTION and named is None:
             continue
-        files.setdefault(output or (Path(one.patch.matrix) if one.patch.matrix else MATRIX), []).append(one.patch)
-    changed = [_update_file(path, patches, named is not None, specs, cache, write) for path, patches in files.items()]
+        by_file.setdefault(output or (Path(one.patch.matrix) if one.patch.matrix else MATRIX), []).append(one.patch)
+    changed = [_update_file(path, patches, named is not None, specs, cache, write) for path, patches in by_file.items()]
     return 1 if any(changed) and not write else 0
 
 
@@ -251,10 +262,10 @@ def _update_file(
     """Returns whether the file changes."""
     old = path.read_text("utf-8") if path.exists() else ""
     try:
-        known = table.read(path)
+        known = files.read(path)
     except MatrixError as error:
         if not specs:
-            raise Stop(f"{error} Name the releases it shall list with --release, once for each.") from None
+            raise Stop(f"{error} To fix: name the releases to list with --release, once for each.") from None
         known = Table()
     releases = {name: list(listed) for name, listed in known.releases.items()}
     for distribution, number in specs:
@@ -271,9 +282,9 @@ def _update_file(
     _warn_of_idle_targets(rebuilt)
     if partly:
         names = {patch.name for patch in patches}
-        kept = Table([row for row in known.rows() if row.patch not in names], releases)
+        kept = Table([row for row in known.rows() if row.patch not in names], releases, digests=known.digests)
         rebuilt = kept.merged(rebuilt)
-    new = table.dump(rebuilt)
+    new = files.dump(rebuilt)
     if new == old:
         print(f"{path}: up to date, {len(rebuilt.rows())} rows")
         return False
@@ -281,7 +292,7 @@ def _update_file(
         print(line)
     if write:
         path.write_text(new, "utf-8")
-        table.load.cache_clear()
+        files.load.cache_clear()
         print(f"{path}: written, {len(rebuilt.rows())} rows")
     return True
 
@@ -296,7 +307,7 @@ def _warn_of_idle_targets(rebuilt: Table) -> None:
 
 
 def _print_table(patches: Sequence[Patch], format: Format) -> int:
-    tables = {patch.name: table.for_patch(patch) for patch in patches}
+    tables = {patch.name: files.for_patch(patch) for patch in patches}
     for one in tables.values():
         if one.error:
             raise Stop(one.error)

@@ -7,31 +7,29 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from vllm_omni_patch.matrix.assess import Assessment
+from vllm_omni_patch.matrix.forecast import Forecast
 from vllm_omni_patch.matrix.upgrade import Change
 
-_HEADINGS = ("patch", "target", "release", "verdict", "contract", "evidence", "what happens")
+_HEADINGS = ("patch", "target", "release", "verdict", "contract", "evidence", "state")
 _COLOURS = {
     "applied": "green",
-    "used": "green",
-    "not usable": "red",
     "applies": "green",
     "ok": "green",
     "skipped": "red",
     "drifted": "red",
+    "unlisted": "red",
     "broken": "red",
     "native": "cyan",
-    "stands aside": "cyan",
 }
 _MATTERS = {"yes": "MATTERS", "no": "does not matter", "better": "better"}
 
 
-def assessments(found: Sequence[Assessment], format: str) -> None:
+def forecasts(found: Sequence[Forecast], format: str) -> None:
     """Print ``found`` as ``text``, ``json`` (a list of objects) or ``markdown``."""
     if format == "json":
         print(json.dumps([one.as_json() for one in found], indent=1))
         return
-    here = [one for one in found if one.action != "not installed"]
+    here = [one for one in found if one.installed]
     lines = [_line(one) for one in here]
     if format == "markdown":
         print(f"| {' | '.join(_HEADINGS)} |\n|{'---|' * len(_HEADINGS)}")
@@ -48,14 +46,14 @@ def assessments(found: Sequence[Assessment], format: str) -> None:
                 print(("\n" if format == "markdown" and item is items[0] else "") + bullet + item)
 
 
-def _line(one: Assessment) -> tuple[str, ...]:
+def _line(one: Forecast) -> tuple[str, ...]:
     row = one.row
     release = f"{row.distribution} {row.release}".strip()
-    return (row.patch, row.target, release, row.verdict, row.contract, row.proof, one.action)
+    return (row.patch, row.target, release, row.verdict, row.contract, row.proof, one.state or "used")
 
 
-def _not_installed(found: Sequence[Assessment]) -> tuple[str, list[str]]:
-    counts = Counter(one.row.distribution for one in found if one.action == "not installed")
+def _not_installed(found: Sequence[Forecast]) -> tuple[str, list[str]]:
+    counts = Counter(one.row.distribution for one in found if not one.installed)
     return "Not installed", [f"{name} ({_targets(count)})" for name, count in counts.items()]
 
 
@@ -63,11 +61,11 @@ def _targets(count: int) -> str:
     return f"{count} target{'' if count == 1 else 's'}"
 
 
-def _reasons(found: Sequence[Assessment]) -> tuple[str, list[str]]:
+def _reasons(found: Sequence[Forecast]) -> tuple[str, list[str]]:
     by_reason: dict[str, list[str]] = {}
     for one in found:
-        if one.action not in ("applied", "used") or (one.action == "applied" and not one.listed):
-            by_reason.setdefault(one.why, []).append(f"{one.row.patch} {one.row.target}")
+        if one.row.verdict != "applies" or one.state == "skipped" or (one.state and not one.listed):
+            by_reason.setdefault(one.reason, []).append(f"{one.row.patch} {one.row.target}")
     items = []
     for reason, targets in by_reason.items():
         if len(targets) == 1:
@@ -77,7 +75,7 @@ def _reasons(found: Sequence[Assessment]) -> tuple[str, list[str]]:
     return "Why", items
 
 
-def _upgrades(found: Sequence[Assessment]) -> list[tuple[str, list[str]]]:
+def _upgrades(found: Sequence[Forecast]) -> list[tuple[str, list[str]]]:
     paragraphs: dict[str, list[str]] = {}
     same: Counter[str] = Counter()
     for one in found:
@@ -95,7 +93,7 @@ def _upgrades(found: Sequence[Assessment]) -> list[tuple[str, list[str]]]:
     return list(paragraphs.items())
 
 
-def _change(one: Assessment, change: Change) -> list[str]:
+def _change(one: Forecast, change: Change) -> list[str]:
     head = f"{one.row.patch} {one.row.target}: {_MATTERS[change.matters]}: {change.why}"
     return [head, *(f"    {line}" for line in change.details)]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
-from vllm_omni_patch.code import installed
+from vllm_omni_patch.code import text
+from vllm_omni_patch.flags import FlagError
 from vllm_omni_patch.ledger import State
 from vllm_omni_patch.loading.discover import Choice, Found
-from vllm_omni_patch.matrix import forecast, rules
+from vllm_omni_patch.matrix.forecast import Forecast, forecast, installed_here
 from vllm_omni_patch.patch import Patch, Target
 
 
@@ -39,75 +39,62 @@ class Outlook:
 
 def targets(found: Sequence[Found], choice: Choice) -> list[Outlook]:
     """Every target of every patch that is installed."""
-    owners: dict[str, str] = {}
+    claimed: dict[str, str] = {}
+    open_source = installed_here()
     rows: list[Outlook] = []
     for one in found:
         asked = one.name in choice.names
         if one.patch is None:
             rows.append(Outlook(one.name, "", asked, one.distribution, None, "failed", "failed", one.error))
             continue
-        mine = [_owned(_alone(one.patch, target, asked), owners) for target in one.patch.targets]
-        rows += _by_groups(one.patch.targets, mine)
-    forecast.forget()
+        mine: dict[str, Outlook] = {}
+        wanted, others, broken = _by_setting(one.patch)
+        for named, chosen in ((asked, wanted), (False, others)):
+            alone = replace(one.patch, targets=chosen, uses=())
+            try:
+                forecasts = forecast(alone, open_source, claimed if named else {})
+            except FlagError as error:
+                broken += [(target, error) for target in chosen]
+                continue
+            mine |= {told.target.name: _row(told, named, chosen is others) for told in forecasts}
+        mine |= {target.name: _unknown(one.patch, target, asked, error) for target, error in broken}
+        rows += [mine[target.name] for target in one.patch.targets]
+    text.forget()
     return rows
 
 
-def _alone(patch: Patch, target: Target, asked: bool) -> Outlook:
-    """One target, without regard to others."""
-    found = _package(installed.package_of(target.distribution, target.module))
-    row = Outlook(
-        patch.name,
-        target.name,
+def _by_setting(patch: Patch) -> tuple[tuple[Target, ...], tuple[Target, ...], list[tuple[Target, FlagError]]]:
+    """The targets whose setting is on (or that have none), those whose setting is off, and unreadable settings."""
+    wanted: list[Target] = []
+    others: list[Target] = []
+    broken: list[tuple[Target, FlagError]] = []
+    for target in patch.targets:
+        try:
+            (wanted if target.is_wanted() else others).append(target)
+        except FlagError as error:
+            broken.append((target, error))
+    return tuple(wanted), tuple(others), broken
+
+
+def _row(told: Forecast, asked: bool, off: bool) -> Outlook:
+    row, setting = told.row, told.target.setting
+    proved = row.verdict == "applies"
+    return Outlook(
+        row.patch,
+        row.target,
         asked,
-        target.distribution,
-        release=found.release if found else None,
-        verdict="absent",
-        would_be="skipped",
-        reason=f"{target.distribution} is not installed",
-        optional=target.optional,
-    )
-    if found is None:
-        return row
-    try:
-        wanted = target.is_wanted()
-        decision = forecast.decide(patch, target, found.release)
-    except Exception as error:
-        return replace(row, verdict="unknown", reason=f"{type(error).__name__}: {error}")
-    proof = forecast.evidence(patch, target, found.release) if decision.verdict == "applies" else None
-    return replace(
-        row,
-        asked=asked and wanted,
-        verdict=decision.verdict,
-        would_be="applied" if decision.apply else "native" if decision.verdict == "native" else "skipped",
-        reason=decision.reason if wanted or target.setting is None else f"only with {target.setting.name}=1",
-        evidence=proof.evidence if proof else None,
-        devices=list(proof.devices) if proof else [],
-        like=decision.like,
+        row.distribution,
+        release=row.release if told.installed else None,
+        verdict=row.verdict,
+        would_be=told.state or "skipped",
+        reason=f"only with {setting.name}=1" if off and setting else told.reason,
+        evidence=row.evidence if proved else None,
+        devices=list(row.devices) if proved else [],
+        like=told.like,
+        optional=told.target.optional,
     )
 
 
-@lru_cache(maxsize=16)
-def _package(name: str) -> installed.Package | None:
-    return installed.find(name)
-
-
-def _owned(row: Outlook, owners: dict[str, str]) -> Outlook:
-    """The first asked-for patch that names an attribute has it; the loader goes through them in the same order."""
-    if not row.asked:
-        return row
-    first = owners.setdefault(row.target, row.patch)
-    if first == row.patch or row.would_be != "applied":
-        return row
-    return replace(row, would_be="skipped", reason=rules.claimed_by(first))
-
-
-def _by_groups(targets: Sequence[Target], rows: list[Outlook]) -> list[Outlook]:
-    """All targets of a group or none."""
-    both = list(zip(targets, rows, strict=True))
-    off = rules.off((target, row.would_be == "applied", row.verdict, row.reason) for target, row in both)
-    return [
-        replace(row, would_be="skipped", reason=off[target.group])
-        if target.group in off and row.would_be == "applied"
-        else row
-        for target, row in both
-    ]
+def _unknown(patch: Patch, target: Target, asked: bool, error: FlagError) -> Outlook:
+    reason = f"{type(error).__name__}: {error}"
+    return Outlook(patch.name, target.name, asked, target.distribution, None, "unknown", "skipped", reason)

@@ -99,10 +99,10 @@ class Groups:
 
     def give_up_absent(self, patch: Patch, target: Target) -> None:
         """Skip a target, and its group, if its package is installed and its module is not in it."""
-        from vllm_omni_patch.matrix import forecast
+        from vllm_omni_patch.code import text
 
         package = installed.package_of(target.distribution, target.module)
-        if not installed.is_here(package) or forecast.module_file(target.module) is not None:
+        if not installed.is_here(package) or text.module_file(target.module) is not None:
             return
         decision = self._judge(patch, target, None)
         if decision is None:

@@ -95,6 +95,8 @@ class Loader:
             mine = [one for one in patch.targets if one.module == name and self.targets.holder(one) == patch.name]
             for group in dict.fromkeys(target.group for target in mine):
                 self.groups.hook(patch, group, [target for target in mine if target.group == group], module)
+            if mine:
+                _forget_text()
             if mine and patch.name != own.NAME:
                 states.update()
                 announce.when_settled()
@@ -165,6 +167,13 @@ def engine_starts(path: str) -> None:
         except Exception:
             _engine_pid = 0  # a second attempt in this process is stopped as well
             raise
+
+
+def _forget_text() -> None:
+    """Release what was read to judge a module: a syntax tree takes tens of MiB."""
+    from vllm_omni_patch.code import text
+
+    text.forget()
 
 
 def _first_call(target: Target) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_omni_patch import flags, ledger
-from vllm_omni_patch.code import installed
+from vllm_omni_patch.code import installed, text
 from vllm_omni_patch.ledger import Entry
-from vllm_omni_patch.matrix import forecast
+from vllm_omni_patch.matrix import forecast, rules
 from vllm_omni_patch.patch import Patch, Target
 
 
@@ -46,7 +46,7 @@ def faults(patches: Sequence[Patch]) -> list[str]:
         for patch in patches:
             found += _patch_faults(patch, states)
     finally:
-        forecast.forget()
+        text.forget()
     return found
 
 
@@ -70,8 +70,8 @@ def _fault(patch: Patch, target: Target, entry: Entry | None) -> str | None:
     if installed.folder_of(package) is None:
         return ""
     if entry is not None and entry.state in ("skipped", "failed"):
-        return "" if entry.verdict == "absent" and target.optional else entry.reason
+        return "" if rules.is_ordinary(target, entry.verdict) else entry.reason
     decision = forecast.decide(patch, target, installed.live_release(package))
     if decision.apply or decision.verdict == "native":
         return None
-    return "" if decision.verdict == "absent" and target.optional else decision.reason
+    return "" if rules.is_ordinary(target, decision.verdict) else decision.reason

@@ -123,7 +123,7 @@ class Targets:
 
     def stand_aside(self, patch: Patch, target: Target, decision: Decision, quiet: bool = False) -> None:
         """Record that ``decision`` leaves the target as it is, and log it unless ``quiet``."""
-        state: State = "native" if decision.verdict == "native" else "skipped"
+        state = rules.state_of(decision.verdict, decision.apply)
         ordinary = decision.verdict == "absent" and target.optional
         reason = decision.reason if state == "native" else _with_consequence(target, decision.reason)
         level = logging.DEBUG if ordinary or quiet else LEVELS[decision.level]

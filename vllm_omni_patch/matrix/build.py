@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges targets on the source text of releases, and builds ``matrix.json`` from that."""
+"""Builds ``matrix.json``: every target judged on the source text of every release."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_omni_patch.code.contract import check_source, fingerprint, native_source
-from vllm_omni_patch.code.releases import Release, ReleaseError, fetch
-from vllm_omni_patch.code.views import Missing
+from vllm_omni_patch.code.releases import Release, fetch
+from vllm_omni_patch.matrix.judge import read
 from vllm_omni_patch.matrix.table import Row, Table, Verdict, ordered
 from vllm_omni_patch.patch import Patch, Target
 
@@ -42,44 +41,20 @@ def questions(patches: Iterable[Patch]) -> list[Question]:
     ]
 
 
-def judge(question: Question, release: Release) -> Row:
-    """The verdict for one target on the text of one release.
-
-    ``native``: a sign of it is in the module. ``absent``: the module or the name is not there. ``drifted``: it is
-    there and not as the contract asks, or only imported from elsewhere. ``applies``: the contract holds.
-    """
-    verdict, reason, digest = _verdict(question.target, release)
+def row_of(question: Question, release: Release) -> Row:
+    """The verdict for one target on the text of one release: see :func:`.judge.read`."""
+    target = question.target
+    found = read(target, release.text(target.module))
     return Row(
         question.patch,
-        question.target.name,
-        question.target.distribution,
+        target.name,
+        target.distribution,
         release.release,
-        verdict,
-        reason,
-        digest,
+        found.verdict,
+        found.reason,
+        found.fingerprint,
         used=question.used,
     )
-
-
-def _verdict(target: Target, release: Release) -> tuple[Verdict, str, str]:
-    try:
-        view = release.view(target.module)
-    except (SyntaxError, RecursionError, ValueError) as error:
-        return "drifted", f"{target.module} cannot be read as Python: {error}", ""
-    if view is None:
-        return "absent", f"there is no module {target.module}", ""
-    upstream = native_source(target.native, view, target.qualname)
-    try:
-        digest = fingerprint(view, target.qualname)
-    except Missing as missing:
-        if upstream:
-            return "native", upstream, ""
-        # A name that is here and comes from elsewhere has moved: there is something to hook, and not here.
-        return "drifted" if missing.elsewhere else "absent", str(missing), ""
-    if upstream:
-        return "native", upstream, digest
-    problems = check_source(target.contract, view, target.qualname)
-    return ("drifted", "; ".join(problems), digest) if problems else ("applies", "", digest)
 
 
 def documented(question: Question) -> list[Row]:
@@ -147,17 +122,15 @@ def rebuild(
     ]
     # The newest releases take longest, so they start first.
     work.reverse()
-    rows: list[Row] = []
     if jobs is None:
         jobs = len(os.sched_getaffinity(0)) if len(work) >= _WORTH_A_POOL else 1
     if jobs == 1:
-        results = map(_judge_release, work)
-        rows = _collect(results, progress)
+        judged = _collect(map(_judge_release, work), progress)
     else:
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows = _collect(pool.map(_judge_release, work), progress)
+            judged = _collect(pool.map(_judge_release, work), progress)
     by_target: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
+    for row in judged.rows():
         by_target.setdefault((row.patch, row.target), []).append(row)
     complete: list[Row] = []
     for question in asked:
@@ -165,25 +138,25 @@ def rebuild(
         order = {release: index for index, release in enumerate(ordered(row.release for row in found))}
         found.sort(key=lambda row: order[row.release])
         complete += tell_gone(found, question.target) or documented(question)
-    return Table(complete, releases)
+    return Table(complete, releases, digests=judged.digests)
 
 
 Work = tuple[list[Question], str, str, "str | None"]
 
 
-def _judge_release(work: Work) -> list[Row]:
+def _judge_release(work: Work) -> Table:
     asked, distribution, release, cache = work
     source = fetch(distribution, release, cache)
-    return [judge(question, source) for question in asked]
+    rows = [row_of(question, source) for question in asked]
+    texts = {one.target.module: source.text(one.target.module) for one in asked if not one.used}
+    digests = {(distribution, module, release): text.digest for module, text in texts.items() if text is not None}
+    return Table(rows, {distribution: [release]}, digests=digests)
 
 
-def _collect(results: Iterable[list[Row]], progress: Callable[[str], None]) -> list[Row]:
-    rows: list[Row] = []
+def _collect(results: Iterable[Table], progress: Callable[[str], None]) -> Table:
+    together = Table()
     for judged in results:
-        rows += judged
-        if judged:
-            progress(f"{judged[0].distribution} {judged[0].release}: {len(judged)} targets judged")
-    return rows
-
-
-__all__ = ["Question", "ReleaseError", "documented", "judge", "questions", "rebuild", "tell_gone"]
+        together = together.merged(judged)
+        for distribution, (release,) in judged.releases.items():
+            progress(f"{distribution} {release}: {len(judged.rows())} targets judged")
+    return together

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between targets, for the loader and for what is decided without importing vLLM.
+"""From verdicts to states, for the loader and for forecasts: one target, its group, and the attribute it names.
 
 Targets of one group are applied all together or not at all; an attribute belongs to one patch.
 """
@@ -7,8 +7,22 @@ Targets of one group are applied all together or not at all; an attribute belong
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from vllm_omni_patch.patch import Target
+
+if TYPE_CHECKING:
+    from vllm_omni_patch.ledger import State
+
+
+def state_of(verdict: str, applies: bool) -> State:
+    """The state that a verdict leads to. ``applies``: the target may be installed."""
+    return "applied" if applies else "native" if verdict == "native" else "skipped"
+
+
+def is_ordinary(target: Target, verdict: str) -> bool:
+    """Whether it is no fault that ``target`` is not applied: upstream has it, or an optional target is absent."""
+    return verdict == "native" or (verdict == "absent" and target.optional)
 
 
 def keeps_off(target: Target, applies: bool, verdict: str) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from vllm_omni_patch.code.found import Missing, signature
 from vllm_omni_patch.code.releases import Release
 from vllm_omni_patch.code.scopes import FunctionNode
-from vllm_omni_patch.code.source import SourceView, annotated
-from vllm_omni_patch.code.views import Missing, signature
-from vllm_omni_patch.matrix.build import Question, judge
+from vllm_omni_patch.code.view import CodeView, annotated
+from vllm_omni_patch.matrix.build import Question, row_of
 from vllm_omni_patch.matrix.table import Row
 
 # A class has many methods that no hook cares about; a longer list of them would hide the ones that matter.
@@ -40,6 +40,17 @@ class Change:
         """Both releases have the target, with the same code."""
         return bool(self.after.fingerprint) and self.before.fingerprint == self.after.fingerprint
 
+    def as_json(self) -> dict[str, Any]:
+        """``upgrade`` of a target in ``vllm-omni-patch matrix --format json``."""
+        return {
+            "from": self.before.release,
+            "verdict_before": self.before.verdict,
+            "same_code": self.same_code,
+            "matters": self.matters,
+            "why": self.why,
+            "differences": self.details,
+        }
+
 
 def compare(question: Question, old: Release, new: Release, listed: bool) -> Change:
     """What happens to one target on the way from ``old`` to ``new``.
@@ -47,7 +58,7 @@ def compare(question: Question, old: Release, new: Release, listed: bool) -> Cha
     Args:
         listed: the matrix lists ``new``, so that unknown code is no reason to skip it.
     """
-    before, after = judge(question, old), judge(question, new)
+    before, after = row_of(question, old), row_of(question, new)
     details = differences(question, old, new)
     served = ("applies", "native")
     if after.verdict not in served and before.verdict in served:
@@ -62,7 +73,7 @@ def compare(question: Question, old: Release, new: Release, listed: bool) -> Cha
         return Change(before, after, "no", "the code is the same", details)
     if listed or question.used:
         return Change(before, after, "no", "the code changed; the contract holds", details)
-    why = "the code changed and the contract holds; skipped all the same until the matrix lists the release"
+    why = "the code changed and the contract holds; skipped until the matrix lists the release"
     return Change(before, after, "yes", why, details)
 
 
@@ -70,13 +81,12 @@ def differences(question: Question, old: Release, new: Release) -> list[str]:
     """Parameter lists, methods, class attributes and module names that differ, one line each."""
     target = question.target
     try:
-        one, other = old.view(target.module), new.view(target.module)
-    except (SyntaxError, ValueError):
+        texts = old.text(target.module), new.text(target.module)
+        if texts[0] is None or texts[1] is None:
+            return [] if texts[0] is texts[1] else [f"module {target.module}: {'new' if texts[1] else 'gone'}"]
+        one, other = texts[0].view, texts[1].view
+    except (SyntaxError, ValueError, RecursionError):
         return []
-    if one is None or other is None:
-        if one is other:
-            return []
-        return [f"module {target.module}: {'gone' if other is None else 'new'}"]
     lines = _parameters(target.qualname, one, other)
     contract, signs = target.contract, target.native
     owner = _owner(one, target.qualname) or _owner(other, target.qualname)
@@ -99,14 +109,14 @@ def _presence(name: str, before: bool, after: bool) -> list[str]:
     return [] if before == after else [f"{'- ' if before else '+ '}{name}"]
 
 
-def _parameters(qualname: str, one: SourceView, other: SourceView) -> list[str]:
+def _parameters(qualname: str, one: CodeView, other: CodeView) -> list[str]:
     before, after = _signature(qualname, one), _signature(qualname, other)
     if before == after:
         return []
     return [f"{sign} {qualname}{text}" for sign, text in (("-", before), ("+", after)) if text is not None]
 
 
-def _signature(qualname: str, view: SourceView) -> str | None:
+def _signature(qualname: str, view: CodeView) -> str | None:
     try:
         found = view.find(qualname)[-1]
     except Missing:
@@ -116,21 +126,21 @@ def _signature(qualname: str, view: SourceView) -> str | None:
     return "" if found.kind == "class" else f" ({found.kind})"
 
 
-def _owner(view: SourceView, qualname: str) -> str:
+def _owner(view: CodeView, qualname: str) -> str:
     try:
         return view.find(qualname)[0].owner
     except Missing:
         return ""
 
 
-def _class(view: SourceView, qualname: str) -> ast.ClassDef | None:
+def _class(view: CodeView, qualname: str) -> ast.ClassDef | None:
     try:
         return next((node for node, _ in view.nodes(qualname) if isinstance(node, ast.ClassDef)), None)
     except Missing:
         return None
 
 
-def _bases(owner: str, one: SourceView, other: SourceView) -> list[str]:
+def _bases(owner: str, one: CodeView, other: CodeView) -> list[str]:
     before, after = _class(one, owner), _class(other, owner)
     if before is None or after is None:
         return []
@@ -138,7 +148,7 @@ def _bases(owner: str, one: SourceView, other: SourceView) -> list[str]:
     return [] if texts[0] == texts[1] else [f"- class {owner}{texts[0]}", f"+ class {owner}{texts[1]}"]
 
 
-def _members(owner: str, one: SourceView, other: SourceView) -> list[str]:
+def _members(owner: str, one: CodeView, other: CodeView) -> list[str]:
     """Methods and attributes of a class that is itself the target."""
     before, after = _class(one, owner), _class(other, owner)
     if before is None or after is None:

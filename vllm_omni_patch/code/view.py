@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module read as text: names, classes and parameter lists from its syntax tree. Nothing is imported or run."""
+"""The code view of a module: names, classes and parameter lists from its syntax tree. Nothing is imported or run.
+
+What counts is what *this* module defines: a class inherits from classes of the same module, and what comes from
+elsewhere is not seen, because the text alone cannot tell what it holds.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,26 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_omni_patch.code.found import Found, Missing, Seen
 from vllm_omni_patch.code.scopes import FunctionNode, Scope, bindings, dotted, known_test, parse
-from vllm_omni_patch.code.views import ACCESSORS, PROPERTY_SUFFIX, Found, Missing, Seen
+
+# Decorators that make a property, whatever else they do.
+PROPERTY_SUFFIX = "property"
+ACCESSORS = ("setter", "getter", "deleter")
 
 
-class SourceView:
-    """The :class:`~vllm_omni_patch.code.views.View` of a module's text.
+class CodeView:
+    """What a contract may ask of a module's text.
 
     Args:
-        source: the text, or its syntax tree.
+        source: the text.
+
+    Raises:
+        SyntaxError: it is not Python that this interpreter reads.
     """
 
-    def __init__(self, source: str | ast.Module) -> None:
-        self.tree = parse(source) if isinstance(source, str) else source
+    def __init__(self, source: str | bytes) -> None:
+        self.tree = parse(source)
         self.scope = bindings(self.tree.body)
         self._bodies: dict[int, Scope] = {}
         self._assigned: dict[int, set[str]] = {}
@@ -115,9 +126,14 @@ class SourceView:
             held = [n for c in held for n in self._definitions(part, self.body(c)) if isinstance(n, ast.ClassDef)]
         return held
 
-    # -- View
+    # -- what a contract asks
 
     def find(self, qualname: str) -> list[Found]:
+        """What ``qualname`` may be: one answer, or several where a condition decides between definitions.
+
+        Raises:
+            Missing: this module does not define it.
+        """
         owner, _, name = qualname.rpartition(".")
         answers = []
         for node, definer in self.nodes(qualname):
@@ -147,6 +163,7 @@ class SourceView:
         return [base for node in held if isinstance(node, ast.ClassDef) for base in self.linearise(node)]
 
     def has_method(self, owner: str, name: str) -> bool:
+        """The class ``owner``, or a base of it in this module, defines a method, property or class ``name``."""
         return any(
             is_method(found)
             for node in self._owners(owner)
@@ -155,6 +172,7 @@ class SourceView:
         )
 
     def has_class_attribute(self, owner: str, name: str) -> bool:
+        """As :meth:`has_method`, for anything bound or annotated there, or assigned on ``self`` in a method."""
         return any(
             name in self.body(node) or name in annotated(node) or name in self._assigned_on_self(node)
             for node in self._owners(owner)
@@ -166,9 +184,11 @@ class SourceView:
         return self._assigned[id(node)]
 
     def has_module_attribute(self, name: str) -> bool:
+        """The module defines or imports ``name``."""
         return name in self.scope
 
     def has_string(self, text: str) -> bool:
+        """The module's code holds the string constant ``text``; docstrings do not count."""
         if self._strings is None:
             documentation = {id(node) for node in docstrings(self.tree)}
             self._strings = {
