@@ -231,7 +231,8 @@ def test_an_unknown_release_is_judged_by_the_contract_unless_that_is_not_wanted(
     states = house.run(IMPORTS, OWN_STATES, VLLM_OMNI_PATCH_UNLISTED="skip").value
     assert states.pop(MULTIPROCESS)[0] == "applied"  # its release is listed
     assert {state for state, _ in states.values()} == {"skipped"}
-    assert "skipped because VLLM_OMNI_PATCH_UNLISTED=skip is set. So vLLM calls our variables unknown" in states[ENVS][1]
+    reason = states[ENVS][1]
+    assert "skipped because VLLM_OMNI_PATCH_UNLISTED=skip is set. So vLLM calls our variables unknown" in reason
 
 
 def test_a_listed_row_without_it_is_quiet_where_that_is_ordinary(house: House) -> None:
