@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from vllm_omni_patch.commands import flags_table
 from vllm_omni_patch.loading import discover
-from vllm_omni_patch.matrix import evidence, files, table, table_text
+from vllm_omni_patch.matrix import evidence, table, table_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,7 +68,7 @@ def fill(text: str, name: str, make: Callable[[], str]) -> str:
 
 def releases(found: Sequence[discover.Found]) -> str:
     """One line per patch and distribution: where it applies, and where a run proved it."""
-    matrix = files.load()
+    matrix = evidence.load()
     lines = [
         "| patch | distribution | applies, judged on released source | proved by running it (device) |",
         "|---|---|---|---|",

@@ -24,14 +24,14 @@ from vllm_omni_patch.code import installed
 from vllm_omni_patch.code.releases import Release, ReleaseError, fetch, open_installed, parse_spec, read_path
 from vllm_omni_patch.commands import matrix_print
 from vllm_omni_patch.loading import discover
-from vllm_omni_patch.matrix import files
+from vllm_omni_patch.matrix import evidence, files
 from vllm_omni_patch.matrix.build import questions, rebuild
 from vllm_omni_patch.matrix.files import MATRIX
 from vllm_omni_patch.matrix.forecast import Forecast, forecast, installed_here, without_effect
 from vllm_omni_patch.matrix.rules import state_of
 from vllm_omni_patch.matrix.table import MatrixError, Row, Table, ordered
 from vllm_omni_patch.matrix.table_text import markdown_table, plain_spans
-from vllm_omni_patch.matrix.upgrade import compare
+from vllm_omni_patch.matrix.upgrade import Change, compare
 from vllm_omni_patch.patch import Patch, Target
 
 app = typer.Typer(help="Which patch applies on which release, and what will happen here.", add_completion=False)
@@ -168,6 +168,7 @@ def _judge_releases(
             known = ", ".join(sorted({target.distribution for target in targets}))
             raise Stop(f"no patch has a target in {distribution}; distributions with targets: {known}.")
     found: list[Forecast] = []
+    changes: list[Change | None] = []
     for release in releases:
         base = _base(release, patches, against, cache)
         claimed: dict[str, str] = {}
@@ -179,9 +180,8 @@ def _judge_releases(
                 uses=tuple(one.target for one in asked if one.used),
             )
             listed = files.for_patch(patch).lists(release.distribution, release.release)
-            told = forecast(own, partial(_same, release), claimed)
-            for one, question in zip(told, asked, strict=True):
-                found.append(replace(one, change=compare(question, base, release, listed) if base else None))
+            found += forecast(own, partial(_same, release), claimed)
+            changes += [compare(question, base, release, listed) if base else None for question in asked]
     documented = [
         _documented(row, target)
         for patch in patches
@@ -193,7 +193,7 @@ def _judge_releases(
     for distribution, number in specs:
         if (distribution, number) not in described:
             raise Stop(f"nothing is known of {distribution} {number}: it cannot be fetched, and no patch describes it.")
-    matrix_print.forecasts([*found, *documented], format.value)
+    matrix_print.forecasts([*found, *documented], format.value, changes)
     return 1 if any(one.faulty for one in found) else 0
 
 
@@ -307,7 +307,7 @@ def _warn_of_idle_targets(rebuilt: Table) -> None:
 
 
 def _print_table(patches: Sequence[Patch], format: Format) -> int:
-    tables = {patch.name: files.for_patch(patch) for patch in patches}
+    tables = {patch.name: evidence.for_patch(patch) for patch in patches}
     for one in tables.values():
         if one.error:
             raise Stop(one.error)

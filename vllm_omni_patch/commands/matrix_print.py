@@ -24,10 +24,17 @@ _COLOURS = {
 _MATTERS = {"yes": "MATTERS", "no": "does not matter", "better": "better"}
 
 
-def forecasts(found: Sequence[Forecast], format: str) -> None:
-    """Print ``found`` as ``text``, ``json`` (a list of objects) or ``markdown``."""
+def forecasts(found: Sequence[Forecast], format: str, changes: Sequence[Change | None] = ()) -> None:
+    """Print ``found`` as ``text``, ``json`` (a list of objects) or ``markdown``.
+
+    Args:
+        changes: what an upgrade changes for each of ``found``, as far as they go.
+    """
     if format == "json":
-        print(json.dumps([one.as_json() for one in found], indent=1))
+        shown = [one.as_json() for one in found]
+        for told, change in zip(shown, changes, strict=False):
+            told |= {"upgrade": change.as_json()} if change else {}
+        print(json.dumps(shown, indent=1))
         return
     here = [one for one in found if one.installed]
     lines = [_line(one) for one in here]
@@ -37,7 +44,7 @@ def forecasts(found: Sequence[Forecast], format: str) -> None:
             print(f"| {' | '.join(cell.replace('|', '¦') for cell in line)} |")
     else:
         grid(_HEADINGS, lines)
-    paragraphs = [_not_installed(found), _reasons(here), *_upgrades(here)]
+    paragraphs = [_not_installed(found), _reasons(here), *_upgrades(changes)]
     for title, items in paragraphs:
         if items:
             print(f"\n{'### ' if format == 'markdown' else ''}{title}")
@@ -75,27 +82,23 @@ def _reasons(found: Sequence[Forecast]) -> tuple[str, list[str]]:
     return "Why", items
 
 
-def _upgrades(found: Sequence[Forecast]) -> list[tuple[str, list[str]]]:
+def _upgrades(changes: Sequence[Change | None]) -> list[tuple[str, list[str]]]:
     paragraphs: dict[str, list[str]] = {}
     same: Counter[str] = Counter()
-    for one in found:
-        if one.change is None:
+    for change in changes:
+        if change is None:
             continue
-        change = one.change
-        title = f"Upgrade of {one.row.distribution} from {change.before.release} to {change.after.release}"
+        row = change.after
+        title = f"Upgrade of {row.distribution} from {change.before.release} to {row.release}"
         items = paragraphs.setdefault(title, [])
-        if change.same_code or (change.before.verdict == change.after.verdict == "absent"):
+        if change.same_code or (change.before.verdict == row.verdict == "absent"):
             same[title] += 1
         else:
-            items += _change(one, change)
+            items.append(f"{row.patch} {row.target}: {_MATTERS[change.matters]}: {change.why}")
+            items += [f"    {line}" for line in change.details]
     for title, count in same.items():
         paragraphs[title].append(f"{_targets(count)} as before")
     return list(paragraphs.items())
-
-
-def _change(one: Forecast, change: Change) -> list[str]:
-    head = f"{one.row.patch} {one.row.target}: {_MATTERS[change.matters]}: {change.why}"
-    return [head, *(f"    {line}" for line in change.details)]
 
 
 def grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

@@ -6,10 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_omni_patch.matrix import files
+from vllm_omni_patch.matrix.files import MATRIX
 from vllm_omni_patch.matrix.table import Evidence, MatrixError, Row, Table, release_key
+from vllm_omni_patch.patch import Patch
+from vllm_omni_patch.telemetry import log_lines
 
 LIVE = Path(__file__).with_name("matrix-live.json")
 
@@ -90,3 +95,22 @@ def with_live(table: Table, runs: Iterable[LiveRow]) -> Table:
         return row
 
     return Table([proved(row) for row in table.rows()], dict(table.releases), table.error, table.digests)
+
+
+def load(path: str | Path = MATRIX) -> Table:
+    """:func:`.files.load`, with the evidence of the runs in our ``matrix-live.json``."""
+    return _proved(files.load(path))
+
+
+def for_patch(patch: Patch) -> Table:
+    """:func:`.files.for_patch`, with the evidence of the runs in our ``matrix-live.json``."""
+    return _proved(files.for_patch(patch))
+
+
+@lru_cache(maxsize=8)
+def _proved(table: Table) -> Table:
+    try:
+        return with_live(table, live_rows())
+    except MatrixError as error:
+        log_lines.logger("matrix").warning("%s No row is shown as proved by a run.", error)
+        return table

@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vllm_omni_patch.matrix import evidence
 from vllm_omni_patch.matrix.table import VERDICTS, MatrixError, Row, Table, ordered, spans
 from vllm_omni_patch.patch import Patch
 from vllm_omni_patch.telemetry import log_lines
@@ -158,20 +157,15 @@ def _pretty(data: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def load(path: str | Path = MATRIX) -> Table:
-    """The table in ``path``, with the evidence of live runs; an empty one, with its ``error`` set, if unreadable.
+    """The table in ``path``; an empty one, with its ``error`` set, if it is unreadable.
 
-    An unreadable matrix lists nothing, so every release is judged as unlisted. It is said once, as a warning.
+    An unreadable matrix lists nothing, so every release is judged as unlisted. That is logged once, as a warning.
     """
     try:
-        table = read(path)
+        return read(path)
     except MatrixError as error:
         log_lines.logger("matrix").warning("%s Until then every release counts as unlisted.", error)
         return Table(error=str(error))
-    try:
-        return evidence.with_live(table, evidence.live_rows())
-    except MatrixError as error:
-        log_lines.logger("matrix").warning("%s No row is shown as proved by a run.", error)
-        return table
 
 
 def for_patch(patch: Patch) -> Table:

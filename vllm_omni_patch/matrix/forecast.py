@@ -8,20 +8,19 @@ and strict mode where the module is not imported yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_omni_patch.code import installed, text
 from vllm_omni_patch.code.text import ModuleText
 from vllm_omni_patch.matrix import judge, rules
-from vllm_omni_patch.matrix.files import for_patch
+from vllm_omni_patch.matrix.evidence import for_patch
 from vllm_omni_patch.matrix.judge import Decision
 from vllm_omni_patch.matrix.table import Row, Verdict
 from vllm_omni_patch.patch import Patch, Target
 
 if TYPE_CHECKING:
     from vllm_omni_patch.ledger import State
-    from vllm_omni_patch.matrix.upgrade import Change
 
 
 class Source(Protocol):
@@ -50,7 +49,7 @@ class Forecast:
     """One target on one release: ``row`` with the verdict and its evidence, and the ``state`` it leads to.
 
     ``reason`` says why. ``state`` is ``None`` for what a patch uses and does not hook. ``like``: the listed release
-    whose code an unlisted one has. ``change``: what an upgrade to this release changes.
+    whose code an unlisted one has.
     """
 
     target: Target
@@ -60,7 +59,6 @@ class Forecast:
     installed: bool = True
     listed: bool = True
     like: str | None = None
-    change: Change | None = field(default=None, compare=False)
 
     @property
     def faulty(self) -> bool:
@@ -70,10 +68,7 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """The object that ``vllm-omni-patch matrix --format json`` prints."""
-        shown = {**self.row.as_json(), "listed": self.listed, "state": self.state, "reason": self.reason}
-        if self.change is not None:
-            shown["upgrade"] = self.change.as_json()
-        return shown
+        return {**self.row.as_json(), "listed": self.listed, "state": self.state, "reason": self.reason}
 
 
 def decide(patch: Patch, target: Target, release: str | None) -> Decision:
