@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_omni_patch.patch import Hook, Undo
 
-from .vllm import opened, recompute, refusals
+from .vllm import configured, configured_weights, recompute, refusals
 
 _MODULE = "vllm_omni_patch.patches.ec_connector.vllm.connector"
 
@@ -24,27 +24,29 @@ def register(hook: Hook) -> Undo:
         RuntimeError: the name is taken.
     """
     factory = hook.original
-    if refusals.NAME in factory._registry:
-        raise RuntimeError(f"{refusals.NAME} is registered already, by {factory._registry[refusals.NAME].__module__}")
-    factory.register_connector(refusals.NAME, _MODULE, refusals.NAME)
-    loader = factory._registry[refusals.NAME]
+    if configured.NAME in factory._registry:
+        raise RuntimeError(
+            f"{configured.NAME} is registered already, by {factory._registry[configured.NAME].__module__}"
+        )
+    factory.register_connector(configured.NAME, _MODULE, configured.NAME)
+    loader = factory._registry[configured.NAME]
 
     def load() -> Any:
         hook.note_use()
         return loader()
 
-    factory._registry[refusals.NAME] = load
+    factory._registry[configured.NAME] = load
 
     def undo() -> None:
-        if factory._registry.get(refusals.NAME) is load:
-            del factory._registry[refusals.NAME]
+        if factory._registry.get(configured.NAME) is load:
+            del factory._registry[configured.NAME]
 
     return undo
 
 
 def registered(hook: Hook) -> bool:
     """Whether the factory resolves the name."""
-    return refusals.NAME in hook.original._registry
+    return configured.NAME in hook.original._registry
 
 
 def recover_v1(hook: Hook) -> Undo:
@@ -140,7 +142,7 @@ def hash_without_the_road(hook: Hook) -> Undo:
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         if "model_id" in kwargs:
-            kwargs = {**kwargs, "model_id": opened.name_of(kwargs["model_id"])}
+            kwargs = {**kwargs, "model_id": configured_weights.name_of(kwargs["model_id"])}
         return wrapped(*args, **kwargs)
 
     return hook.wrap(wrapper)
@@ -157,7 +159,7 @@ def keep_mm_embeds(hook: Hook) -> Undo:
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         settings = getattr(getattr(instance, "model_config", None), "multimodal_config", None)
-        if settings is None or not refusals.is_ours(instance):
+        if settings is None or not configured.is_ours(instance):
             return wrapped(*args, **kwargs)
         before = settings.enable_mm_embeds
         result = wrapped(*args, **kwargs)
@@ -180,7 +182,7 @@ def explain_role(hook: Hook) -> Undo:
         try:
             return wrapped(*args, **kwargs)
         except ValueError as error:
-            if instance.ec_connector == refusals.NAME and instance.ec_role == "ec_both":
+            if instance.ec_connector == configured.NAME and instance.ec_role == "ec_both":
                 import vllm
 
                 release = str(getattr(vllm, "__version__", ""))
@@ -199,11 +201,11 @@ def refuse_early(hook: Hook) -> Undo:
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         config = wrapped(*args, **kwargs)
-        if refusals.is_ours(config):
+        if configured.is_ours(config):
             import vllm
 
             refusals.check(config, str(getattr(vllm, "__version__", "")))
-            opened.remember_name(config)
+            configured_weights.remember_name(config)
         return config
 
     return hook.wrap(wrapper)

@@ -25,7 +25,7 @@ from vllm.distributed.ec_transfer.ec_connector import base, factory
 from support import tiny_model
 from vllm_omni_patch.loading.apply import install, remove
 from vllm_omni_patch.patches.ec_connector import PATCH
-from vllm_omni_patch.patches.ec_connector.vllm import recompute, refusals
+from vllm_omni_patch.patches.ec_connector.vllm import configured, recompute, refusals
 from vllm_omni_patch.patches.ec_connector.vllm.weight_files import weights_identity
 
 RELEASE = Version(vllm.__version__)
@@ -45,7 +45,7 @@ def hooks() -> Iterator[None]:
     assert next(one for one in done if one.target.install.endswith(":register")).hook.used
     for one in reversed(done):
         assert remove(one) == ""
-    assert refusals.NAME not in factory.ECConnectorFactory._registry and not recompute.INSTALLED
+    assert configured.NAME not in factory.ECConnectorFactory._registry and not recompute.INSTALLED
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def make(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path / "disk"))
     from vllm.engine.arg_utils import EngineArgs
 
-    def build(role: str = "ec_both", folder: str = model, connector: str = refusals.NAME, **more: Any) -> Any:
+    def build(role: str = "ec_both", folder: str = model, connector: str = configured.NAME, **more: Any) -> Any:
         transfer = {"ec_connector": connector, "ec_role": role}
         arguments = EngineArgs(
             model=folder,
@@ -83,7 +83,7 @@ def connector(config: Any, role: Any) -> Any:
 def test_the_factory_resolves_the_name(make: Make) -> None:
     made = connector(make(), base.ECConnectorRole.SCHEDULER)
     try:
-        assert type(made).__name__ == refusals.NAME and made.is_producer and made.is_consumer
+        assert type(made).__name__ == configured.NAME and made.is_producer and made.is_consumer
     finally:
         made.shutdown()
         made.shutdown()
@@ -351,7 +351,7 @@ def test_encoder_decoder_models_are_refused(make: Make, tmp_path: Path) -> None:
     # And by the connector itself, where the configuration came by another road.
     config = make(folder=str(folder), skip_tokenizer_init=True, connector="ECExampleConnector")
     assert config.model_config.is_encoder_decoder
-    config.ec_transfer_config.ec_connector = refusals.NAME
+    config.ec_transfer_config.ec_connector = configured.NAME
     for role in base.ECConnectorRole:
         with pytest.raises(refusals.ConnectorRefused, match="encoder-decoder"):
             connector(config, role)

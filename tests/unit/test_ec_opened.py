@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from vllm_omni_patch.patches.ec_connector.cache.model import Claims, ModelIdentity, settle
+from vllm_omni_patch.patches.ec_connector.vllm.configured_weights import name_of, remember_name, weights_of
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys
 from vllm_omni_patch.patches.ec_connector.vllm.model_identity import model_identity
-from vllm_omni_patch.patches.ec_connector.vllm.opened import Opened, in_advance, name_of, remember_name
+from vllm_omni_patch.patches.ec_connector.vllm.opened import Opened
 from vllm_omni_patch.patches.ec_connector.vllm.weight_files import _stripes, weights_identity
 
 OLD, NEW = "a" * 40, "c" * 40
@@ -255,11 +256,11 @@ def test_the_processes_of_an_engine_agree_or_nobody_knows(tmp_path: Path, caplog
 
 def test_a_scheduler_on_a_host_without_workers_knows_what_cannot_move(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
-    assert in_advance(config(folder)) == weights_identity(folder)
-    assert in_advance(config("org/vl", NEW)) == in_advance(config("org/vl", resolved("main", NEW))) == f"commit:{NEW}"
-    assert in_advance(config("org/vl", "main", NEW)) == in_advance(config("org/vl")) == ""
+    assert weights_of(config(folder)) == weights_identity(folder)
+    assert weights_of(config("org/vl", NEW)) == weights_of(config("org/vl", resolved("main", NEW))) == f"commit:{NEW}"
+    assert weights_of(config("org/vl", "main", NEW)) == weights_of(config("org/vl")) == ""
     streamed = config(folder, NEW, model_config={"model_weights": "s3://bucket/model"})
-    assert in_advance(streamed) == ""
+    assert weights_of(streamed) == ""
 
 
 def test_one_name_in_content_hashes_for_all_roads(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from support.ec_requests import Feature
-from vllm_omni_patch.patches.ec_connector.vllm import recompute, refusals
+from vllm_omni_patch.patches.ec_connector.vllm import configured, recompute, refusals
 from vllm_omni_patch.patches.ec_connector.vllm.items import Load
 
 
@@ -107,7 +107,7 @@ def test_v2_extends_what_it_prepares() -> None:
 
 def config(role: str = "ec_both", v2: bool | None = False, encoder_decoder: bool = False) -> Any:
     return SimpleNamespace(
-        ec_transfer_config=SimpleNamespace(ec_role=role, ec_connector=refusals.NAME),
+        ec_transfer_config=SimpleNamespace(ec_role=role, ec_connector=configured.NAME),
         model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder, model="tiny/whisper"),
         use_v2_model_runner=v2,
     )
@@ -144,8 +144,8 @@ def test_a_v2_runner_without_transfer_is_refused() -> None:
     code = """
 import sys
 from types import SimpleNamespace as N
-from vllm_omni_patch.patches.ec_connector.vllm import refusals
-config = N(ec_transfer_config=N(ec_role="ec_both", ec_connector=refusals.NAME), use_v2_model_runner=True,
+from vllm_omni_patch.patches.ec_connector.vllm import configured, refusals
+config = N(ec_transfer_config=N(ec_role="ec_both", ec_connector=configured.NAME), use_v2_model_runner=True,
            model_config=N(is_encoder_decoder=False, model="tiny"))
 try:
     import vllm.v1.worker.gpu.ec_connector

@@ -17,9 +17,11 @@ pytest.importorskip("torch")
 import torch
 
 from support.ec_requests import Adapter, Feature, engine, request
-from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load, LoadedAdapters
+from vllm_omni_patch.patches.ec_connector.vllm.adapters import LoadedAdapters
+from vllm_omni_patch.patches.ec_connector.vllm.counts import Deltas, Report
+from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide, StepPlan
-from vllm_omni_patch.patches.ec_connector.vllm.worker import Deltas, Report, WorkerSide, agree_over
+from vllm_omni_patch.patches.ec_connector.vllm.worker import WorkerSide, agree_over
 
 
 @pytest.fixture

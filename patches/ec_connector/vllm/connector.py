@@ -19,12 +19,16 @@ from vllm_omni_patch import ledger
 
 from ..cache.engine import ECCacheEngine, Role
 from ..config import load_ec_config
-from . import opened, recompute, refusals
-from .items import ItemKeys, Load, LoadedAdapters
+from . import configured, recompute, refusals
+from .adapters import LoadedAdapters
+from .configured_weights import weights_of
+from .counts import SCHEDULER_COUNTS, WORKER_COUNTS, Deltas, Report
+from .items import ItemKeys, Load
 from .model_identity import model_identity
+from .opened import Opened
 from .scheduler import SchedulerSide, StepPlan
 from .weights import WeightsSample
-from .worker import SCHEDULER_COUNTS, WORKER_COUNTS, Deltas, Report, WorkerSide, agree_over
+from .worker import WorkerSide, agree_over
 
 if TYPE_CHECKING:
     import torch
@@ -79,11 +83,11 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         if not in_scheduler:
             recompute.require(vllm_config)
         self._engine = _build_engine(vllm_config, "scheduler" if in_scheduler else "worker")
-        self._opened = opened.Opened(vllm_config)
+        self._opened = Opened(vllm_config)
         if not in_scheduler:
             self._engine.claims.write("")  # until the loader opens something
         elif not self._engine.claims.any():
-            self._engine.claims.write(opened.in_advance(vllm_config))
+            self._engine.claims.write(weights_of(vllm_config))
         # vLLM calls shutdown() from 0.23.0 only, and no release calls it when its process dies of an error.
         self._closing = weakref.finalize(self, _close, self._engine)
         self._deltas = Deltas(SCHEDULER_COUNTS if in_scheduler else WORKER_COUNTS)
@@ -98,7 +102,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
             self._engine,
             keys,
             lookups=not adapters_unclear,
-            keyless=not refusals.tower_lora(vllm_config),
+            keyless=not configured.tower_lora(vllm_config),
             width_of=lambda modality: widths.get(modality),
             can_fail_one=_CAN_FAIL_ONE,
         )
@@ -301,8 +305,8 @@ def _item_keys(vllm_config: Any, loaded: LoadedAdapters | None) -> tuple[ItemKey
     The V2 runner chooses the encoder's adapters before it asks the connector, so an item encoded after all would get
     another item's adapter: with ``enable_tower_connector_lora`` it neither loads nor stores.
     """
-    adapters = refusals.tower_lora(vllm_config)
-    unclear = adapters and refusals.uses_v2_runner(vllm_config)
+    adapters = configured.tower_lora(vllm_config)
+    unclear = adapters and configured.uses_v2_runner(vllm_config)
     if unclear:
         _log.warning(
             "The encoder cache is idle: the V2 model runner cannot re-encode an item under its adapter. Set "

@@ -9,15 +9,14 @@ torch.
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 from vllm_omni_patch import ledger
 
+from .configured_weights import resolved_commit
 from .weight_files import weights_identity
 
 _log = ledger.logger("ec")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Opened:
@@ -75,20 +74,6 @@ class Opened:
         return False
 
 
-def resolved_commit(model_config: Any) -> str:
-    """The commit that a model's configuration was read from; ``""`` where vLLM does not know it.
-
-    vLLM 0.28 and later resolve a revision once, for configuration, processors and weights (huggingface_hub's
-    ``ResolvedRevision``); before, transformers noted the commit in the configuration.
-    """
-    revision = getattr(model_config, "revision", None)
-    noted = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
-    for commit in (getattr(revision, "resolved", None), revision, noted):
-        if isinstance(commit, str) and _COMMIT.fullmatch(commit):
-            return str(commit)
-    return ""
-
-
 def place(result: Any) -> str:
     """The folder or file in what a loader's ``_prepare_weights`` returns; ``""`` where there is none on this host.
 
@@ -100,35 +85,3 @@ def place(result: Any) -> str:
         first = folders.pop() if len(folders) == 1 else ""
     path = os.fspath(first) if isinstance(first, (str, os.PathLike)) else ""
     return path if os.path.exists(path) else ""
-
-
-def in_advance(vllm_config: Any) -> str:
-    """Weights that the configuration alone tells: a folder or file on this host, or a model of the hub at one commit.
-
-    For a scheduler on a host without workers. A branch is only known where it was opened.
-    """
-    model = getattr(vllm_config, "model_config", None)
-    source = str(getattr(model, "model_weights", "") or getattr(model, "model", "") or "")
-    if os.path.exists(source):
-        return weights_identity(source, str(getattr(model, "tokenizer", "") or ""))
-    revision = getattr(model, "revision", None)
-    commit = getattr(revision, "resolved", None) or revision or ""
-    return f"commit:{commit}" if _COMMIT.fullmatch(commit) and "://" not in source else ""
-
-
-# What this process calls a model -> a name that does not depend on the road to it.
-_NAMES: dict[str, str] = {}
-
-
-def remember_name(vllm_config: Any) -> None:
-    """Have :func:`name_of` answer for the model of an engine that has our connector."""
-    model = getattr(vllm_config, "model_config", None)
-    commit = resolved_commit(model)
-    name = in_advance(vllm_config) or (f"commit:{commit}" if commit else "")
-    if name:
-        _NAMES[str(getattr(model, "model", ""))] = name
-
-
-def name_of(model_id: Any) -> Any:
-    """A name for a model in content hashes, the same for its id, its snapshot's path and links; else ``model_id``."""
-    return _NAMES.get(model_id, model_id) if isinstance(model_id, str) else model_id

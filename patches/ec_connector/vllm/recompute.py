@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_omni_patch import ledger
 
-from . import refusals
+from . import configured
 from .items import Load, indices_in, is_metadata_only
 
 _log = ledger.logger("ec")
@@ -133,11 +133,11 @@ def require(vllm_config: Any) -> None:
     Raises:
         RuntimeError: the wrapper for the runner in use is not in place.
     """
-    runner = "v2" if refusals.uses_v2_runner(vllm_config) else "v1"
+    runner = "v2" if configured.uses_v2_runner(vllm_config) else "v1"
     importlib.import_module(_MODULES[runner])
     if runner not in INSTALLED:
         raise RuntimeError(
-            f"{refusals.NAME} is not started: the recovery for a failed load is not in place in this worker "
+            f"{configured.NAME} is not started: the recovery for a failed load is not in place in this worker "
             f"({_MODULES[runner]}), and without it a deleted or damaged entry would end the engine. Run "
             "'vllm-omni-patch status' to see why, or start vLLM without --ec-transfer-config."
         )

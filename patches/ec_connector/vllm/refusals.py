@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this connector cannot do, and says so at start instead of answering wrongly later.
-
-Reads a ``VllmConfig`` by attribute name; imports vLLM only where a question can be answered in no other way.
-"""
+"""Configurations that this connector rejects at start, because it would answer wrongly later."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
-NAME = "LMCacheECConnector"
+from .configured import NAME, uses_v2_runner
+
 # 0.17 accepts the role and then treats the instance as an encoder only: no KV cache, no tokens.
 EC_BOTH_SINCE = (0, 18)
 
 
 class ConnectorRefused(ValueError):
-    """The connector was chosen for something that it cannot do here. The text says what, and what to do next."""
+    """The connector was chosen for something that it cannot do here. The message names it and the next step."""
 
 
 def check(vllm_config: Any, release: str) -> None:
-    """Refuse what cannot work.
+    """Reject what cannot work.
 
     Args:
         release: ``vllm.__version__``.
 
     Raises:
-        ConnectorRefused: role, model or model runner; the text names it.
+        ConnectorRefused: role, model or model runner; the message names it.
     """
     transfer = vllm_config.ec_transfer_config
     role = getattr(transfer, "ec_role", None)
@@ -46,35 +44,11 @@ def check(vllm_config: Any, release: str) -> None:
 
 
 def role_refusal(release: str) -> str:
-    """What to tell a user who asks for ``ec_both`` on a release that cannot do it."""
+    """The message for ``ec_both`` on a release that cannot do it."""
     return (
         f"ec_role 'ec_both' does not work on vLLM {release or '(unknown release)'}: an instance that both stores and "
         "loads is possible from vLLM 0.18.0. Upgrade vLLM, or run an 'ec_producer' and an 'ec_consumer' instance."
     )
-
-
-def uses_v2_runner(vllm_config: Any) -> bool:
-    """Whether this engine's workers build the V2 model runner."""
-    decided = getattr(vllm_config, "use_v2_model_runner", None)
-    if decided is not None:
-        return bool(decided)
-    try:
-        from vllm import envs
-
-        return bool(getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False))
-    except ImportError:
-        return False
-
-
-def tower_lora(vllm_config: Any) -> bool:
-    """Whether adapters change encoder outputs in this engine (``enable_tower_connector_lora``)."""
-    return bool(getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False))
-
-
-def is_ours(vllm_config: Any) -> bool:
-    """Whether this configuration chooses our connector."""
-    transfer = getattr(vllm_config, "ec_transfer_config", None)
-    return getattr(transfer, "ec_connector", None) == NAME
 
 
 def _older(release: str, first: tuple[int, ...]) -> bool:
