@@ -9,7 +9,7 @@ from .flags import FLAGS
 from .uses import USES
 
 _HOOKS = "vllm_omni_patch.patches.ec_connector.hooks"
-# Registered together with what makes a failed load harmless, or not at all.
+# Registered together with the recovery from a failed load, or not at all.
 _GROUP = "connector"
 # (module of a loader, its class, parameters of ``_prepare_weights``)
 _LOADERS: tuple[tuple[str, str, tuple[Parameter, ...]], ...] = (
@@ -39,19 +39,19 @@ PATCH = Patch(
     name="ec_connector",
     summary="LMCacheECConnector: encoder outputs cached across requests, restarts and hosts.",
     why=(
-        "Encoding an image again costs a request ten times and more what a cached one costs. vLLM has the hook "
+        "Encoding an image again costs a request ten times as much as loading it, or more. vLLM has the hook "
         "(--ec-transfer-config) and no connector for LMCache; LMCache's own engine never reads a disk or a server; and "
         "in every release an entry that was promised and cannot be loaded ends the engine."
     ),
     scope=(
         "Adds one name to ECConnectorFactory. Only when that name is chosen: encodes failed loads in the same step (V1 "
-        "and V2 model runner), notes which files the model is loaded from, looks at the encoder's weights and begins a "
-        "new epoch when they were replaced, leaves enable_mm_embeds as the user set it. With another connector, or "
+        "and V2 model runner), notes which files the model is loaded from, samples the encoder's weights and begins a "
+        "new generation when they were replaced, leaves enable_mm_embeds as the user set it. With another connector or "
         "none, every wrapper calls the original and does nothing else."
     ),
     fragility=(
         "Binds scheduler_output.scheduled_encoder_inputs and the runner's requests (V1), or scheduled_encoder_inputs "
-        "and encoder_cache.mm_features (V2). A worker whose runner lacks the recovery refuses to start the connector."
+        "and encoder_cache.mm_features (V2). A worker whose runner lacks the recovery does not start the connector."
     ),
     remove_when=(
         "vLLM registers LMCacheECConnector itself and recovers from an encoder output that a connector promised and "
@@ -97,7 +97,7 @@ PATCH = Patch(
         Target(
             module="vllm.v1.worker.gpu_worker",
             qualname="Worker.load_model",
-            install=f"{_HOOKS}:look_at_weights",
+            install=f"{_HOOKS}:sample_weights",
             group=_GROUP,
             contract=Contract(base_methods=("get_model",)),
         ),
@@ -119,7 +119,7 @@ PATCH = Patch(
             Target(
                 module=f"vllm.model_executor.model_loader.{module}",
                 qualname=f"{owner}._prepare_weights",
-                install=f"{_HOOKS}:tell_opened",
+                install=f"{_HOOKS}:note_opened",
                 optional=True,
                 contract=Contract(parameters=parameters),
                 note="the files that a model is loaded from; entries of what another loader loads serve one run",
@@ -129,7 +129,7 @@ PATCH = Patch(
         Target(
             module="vllm.lora.worker_manager",
             qualname="WorkerLoRAManager._load_adapter",
-            install=f"{_HOOKS}:tell_adapter",
+            install=f"{_HOOKS}:note_adapter",
             optional=True,
             contract=Contract(parameters=(Parameter("lora_request"),)),
             note="the files of an adapter; without it nothing is stored or loaded of items that one changes",
@@ -137,12 +137,12 @@ PATCH = Patch(
         Target(
             module="vllm.multimodal.hasher",
             qualname="MultiModalHasher.hash_kwargs",
-            install=f"{_HOOKS}:hash_without_the_road",
+            install=f"{_HOOKS}:hash_by_weights",
             optional=True,
             contract=Contract(
                 parameters=(Parameter("algorithm", kinds=("positional", "positional_or_keyword"), optional=True),)
             ),
-            note="content hashes that do not change with the road to the same weights",
+            note="content hashes that do not change with the path to the same weights",
         ),
         Target(
             module="vllm.config.vllm",
@@ -170,9 +170,9 @@ PATCH = Patch(
         Target(
             module="vllm.engine.arg_utils",
             qualname="EngineArgs.create_engine_config",
-            install=f"{_HOOKS}:refuse_early",
+            install=f"{_HOOKS}:check_early",
             optional=True,
-            note="a refusal in the process that the user started; the connector refuses by itself too",
+            note="rejected in the process that the user started; the connector rejects it too",
         ),
     ),
     flags=FLAGS,

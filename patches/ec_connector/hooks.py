@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installers: what this patch puts into vLLM, and how to take it out.
+"""Installers: the wrappers that this patch puts around vLLM's functions, each with its undo.
 
-Every wrapper first asks whether the connector in this process is ours. With another one, or none, it calls the
-original and does nothing else.
+Where this process has another connector, or none, a wrapper calls the original and does nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ def register(hook: Hook) -> Undo:
     """
     factory = hook.original
     if configured.NAME in factory._registry:
-        raise RuntimeError(
-            f"{configured.NAME} is registered already, by {factory._registry[configured.NAME].__module__}"
-        )
+        owner = factory._registry[configured.NAME].__module__
+        raise RuntimeError(f"{configured.NAME} is already registered, by {owner}")
     factory.register_connector(configured.NAME, _MODULE, configured.NAME)
     loader = factory._registry[configured.NAME]
 
@@ -76,8 +74,8 @@ def _recovery(hook: Hook, runner: str, around: Callable[..., Any]) -> Undo:
     return undo_all
 
 
-def look_at_weights(hook: Hook) -> Undo:
-    """``Worker.load_model``: the weights that are there at its end are the checkpoint's."""
+def sample_weights(hook: Hook) -> Undo:
+    """``Worker.load_model``: the weights at its end are the checkpoint's; the connector samples them."""
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
@@ -90,9 +88,10 @@ def look_at_weights(hook: Hook) -> Undo:
 
 
 def new_generation_in_worker(hook: Hook) -> Undo:
-    """``reload_weights`` and ``update_weights`` of the worker: a new epoch, also when they end with an error.
+    """``reload_weights`` and ``update_weights`` of the worker begin a new generation, even if they raise.
 
-    No step runs in a worker during such a call, so nothing is stored between the first byte written and the epoch.
+    No step runs in a worker during such a call, so nothing is stored between the first byte written and the new
+    generation.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -106,8 +105,8 @@ def new_generation_in_worker(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
-def tell_opened(hook: Hook) -> Undo:
-    """``_prepare_weights`` of vLLM's loaders: tell the connector which files the model is loaded from."""
+def note_opened(hook: Hook) -> Undo:
+    """``_prepare_weights`` of vLLM's loaders: pass the connector the files that the model is loaded from."""
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
@@ -121,8 +120,8 @@ def tell_opened(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
-def tell_adapter(hook: Hook) -> Undo:
-    """``WorkerLoRAManager._load_adapter``: note from which files an adapter was loaded."""
+def note_adapter(hook: Hook) -> Undo:
+    """``WorkerLoRAManager._load_adapter``: note the files that an adapter was loaded from."""
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         connector = chosen()
@@ -134,10 +133,11 @@ def tell_adapter(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
-def hash_without_the_road(hook: Hook) -> Undo:
-    """``MultiModalHasher.hash_kwargs``: vLLM mixes the model's id, or path, into each item's content hash.
+def hash_by_weights(hook: Hook) -> Undo:
+    """``MultiModalHasher.hash_kwargs``: vLLM mixes the model's id or path into each item's ``mm_hash``.
 
-    So the ``mm_hash`` of an image would change as soon as the same weights are reached by another road.
+    The same weights under another path would give the same image another ``mm_hash``, so a name of the weights takes
+    the place of the id.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def keep_mm_embeds(hook: Hook) -> Undo:
     From 0.30 vLLM turns it on for every consumer, because in a disaggregated setup requests arrive with metadata
     only. An ``ec_both`` instance gets its requests whole; there it would only let clients send tensors of any shape,
     and one of a wrong shape ends the engine. An ``ec_consumer`` keeps vLLM's setting, except on 0.28 and 0.29, where
-    a connector cannot fail a single request: there requests without data are refused at the door.
+    a connector cannot fail a single request: there the front end rejects requests without data.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def keep_mm_embeds(hook: Hook) -> Undo:
 
 
 def explain_role(hook: Hook) -> Undo:
-    """``ECTransferConfig.__post_init__``: name the release from which ``ec_both`` works, where vLLM refuses it."""
+    """``ECTransferConfig.__post_init__``: where vLLM rejects ``ec_both``, add the release from which it works."""
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -192,11 +192,11 @@ def explain_role(hook: Hook) -> Undo:
     return hook.wrap(wrapper)
 
 
-def refuse_early(hook: Hook) -> Undo:
-    """``EngineArgs.create_engine_config``: say at once, in the process that the user started, what cannot work.
+def check_early(hook: Hook) -> Undo:
+    """``EngineArgs.create_engine_config``: reject what cannot work in the process that the user started.
 
-    The connector itself refuses too; there the reason is in a worker's log, above a traceback of the front end. That
-    process also hashes the items of requests.
+    The connector rejects it too, but there the reason is in a worker's log, above a traceback of the front end. The
+    process also hashes the items of requests, so it notes the name of the weights.
     """
 
     def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ def refuse_early(hook: Hook) -> Undo:
 
 
 def chosen() -> Any:
-    """The worker's connector in this process if it is ours, else ``None``."""
+    """The worker's connector in this process if it is this patch's, else ``None``."""
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 
     if not has_ec_transfer():

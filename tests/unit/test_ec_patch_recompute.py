@@ -172,7 +172,7 @@ def test_a_worker_without_recovery_is_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(recompute.importlib, "import_module", lambda name: sys.modules[name])
     monkeypatch.setattr(recompute, "INSTALLED", {})
-    with pytest.raises(RuntimeError, match="recovery for a failed load is not in place"):
+    with pytest.raises(RuntimeError, match="lacks the recovery from a failed load"):
         recompute.require(config())
     recompute.INSTALLED["v1"] = "target"
     recompute.require(config())

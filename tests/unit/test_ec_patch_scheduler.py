@@ -39,7 +39,7 @@ def test_a_stored_item_is_promised_and_loaded(store: Any) -> None:
     side.allocated(asked, 0)
     side.allocated(asked, 1)
     (load,) = side.plan().loads
-    assert (load.request_id, load.index, load.identifier, load.key, load.rows) == ("r1", 0, "a", "a", 32)
+    assert (load.request_id, load.index, load.mm_hash, load.key, load.rows) == ("r1", 0, "a", "a", 32)
     assert side.plan().loads == []
 
 

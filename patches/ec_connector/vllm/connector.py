@@ -2,7 +2,7 @@
 """``LMCacheECConnector``: vLLM's encoder cache interface over our engine, for vLLM 0.11.1 to 0.33.0.
 
 vLLM's interface puts the scheduler's and the worker's methods on one class; each instance has one of the two sides
-(``connector_scheduler.py``, ``connector_worker.py``) and answers the other side's questions with vLLM's defaults.
+(``scheduler.py``, ``worker.py``) and answers the other side's calls with vLLM's defaults.
 Releases differ in which methods exist and which are called; a method that a release does not know is never called.
 """
 
@@ -134,7 +134,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
     # -- scheduler
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether ``identifier`` is promised from the store (0.15.0 and later)."""
+        """Whether the item is promised from the store (0.15.0 and later)."""
         return self._scheduler is not None and self._scheduler.has_item(identifier)
 
     def has_caches(self, request: Any) -> list[bool]:
@@ -216,41 +216,41 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         return [] if self._worker is None else self._worker.take_failed()
 
     def encodes_again(self, count: int) -> None:
-        """So many of the failed loads are going to be encoded; told by our hooks."""
+        """So many of the failed loads are encoded after all; called by our hooks."""
         self._engine.stats.fallback(count)
 
     def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:
-        """Items that the encoder is going to run over; told by our hooks."""
+        """Items that the encoder is about to run over; called by our hooks."""
         if self.is_producer:
             self._worker_side().about_to_encode(items)
 
     def weights_opened(self, source: str, result: Any) -> None:
-        """A loader has found the files of ``source``; told by our hooks while the model is loaded."""
+        """A loader has found the files of ``source``; called by our hooks while the model is loaded."""
         self._opened.add(source, result)
         self._engine.claims.write(self._opened.weights)
 
     def weights_loaded(self, model_of: Callable[[], Any]) -> None:
-        """The worker has loaded the checkpoint: its weights are those that entries are stored under. Told by our hook.
+        """The worker has loaded the checkpoint, under whose weights entries are stored; called by our hook.
 
-        ``model_of`` gives the model as it is at any later time. Never raises; without a first look at the weights
+        ``model_of`` gives the model as it is at any later time. Never raises; without a first sample
         nothing is loaded or stored.
         """
         if self._weights is not None:
-            return  # loaded once more: whether these are the same weights is for the sample to say
+            return  # loaded once more: the sample shows whether these are the same weights
         try:
             self._weights = WeightsSample(model_of)
         except Exception as error:
-            _log.warning("Encoder cache: the encoder's weights cannot be looked at: %r", error)
+            _log.warning("Encoder cache: cannot sample the encoder's weights: %r", error)
 
     def weights_replaced(self) -> None:
-        """Weights were written by a call that says so: a new epoch, also where a sample would not show it."""
+        """A call that writes weights has ended: a new generation, also where a sample would not show it."""
         self._engine.new_generation()
         if self._weights is not None:
             self._weights.forget()
 
     def _weights_changed(self) -> bool:
         if self._weights is None:
-            raise RuntimeError("the end of vLLM's Worker.load_model was not seen in this process")
+            raise RuntimeError("vLLM's Worker.load_model did not run in this process")
         return self._weights.changed()
 
     # -- both
@@ -309,7 +309,7 @@ def _item_keys(vllm_config: Any, loaded: LoadedAdapters | None) -> tuple[ItemKey
     unclear = adapters and configured.uses_v2_runner(vllm_config)
     if unclear:
         _log.warning(
-            "The encoder cache is idle: the V2 model runner cannot re-encode an item under its adapter. Set "
+            "Encoder cache: idle, because the V2 model runner cannot encode an item again under its adapter. Set "
             "VLLM_USE_V2_MODEL_RUNNER=0 to use both, or leave out --enable-tower-connector-lora."
         )
     return ItemKeys(adapters, loaded), unclear

@@ -24,14 +24,15 @@ _PRECOMPUTED_ENDING = "_embeds"
 class Load:
     """One item that the worker is to load in this step.
 
-    ``identifier`` is vLLM's key in ``encoder_cache``; ``key`` the one in the store (the same, unless an adapter
-    changes the encoder). ``rows`` and ``width``: the tensor's shape where known. ``index`` counts the request's items.
-    ``adapter``: vLLM's id of the adapter that the key names the files of.
+    ``mm_hash`` is vLLM's id of the item (``feature.identifier``), under which ``encoder_cache`` holds the output.
+    ``key`` is the id in the store: the same, unless an adapter changes the encoder; empty where there is none. ``rows`` and
+    ``width``: the tensor's shape where known. ``index`` counts the request's items. ``adapter``: vLLM's id of the
+    adapter whose files the key names.
     """
 
     request_id: str
     index: int
-    identifier: str
+    mm_hash: str
     key: str
     rows: int | None = None
     width: int | None = None
@@ -63,7 +64,7 @@ class ItemKeys:
     """Keys of items in the store, and which items have none.
 
     With ``tower_lora`` (vLLM's ``enable_tower_connector_lora``) an adapter changes encoder outputs. vLLM then puts
-    the adapter's *name* before the identifier; the key adds what the adapter's files are, so that an adapter loaded
+    the adapter's *name* before the ``mm_hash``; the key adds a digest of the adapter's files, so that an adapter loaded
     again from elsewhere under its old name is another one. A worker knows which files it loaded (``loaded``); a
     scheduler reads those that are there now, and the worker loads nothing whose key names others.
     """
@@ -73,17 +74,17 @@ class ItemKeys:
         self._loaded = loaded
         self._files = AdapterFiles()
 
-    def key(self, identifier: str, request_id: str | None, lora_request: Any = None) -> str | None:
+    def key(self, mm_hash: str, request_id: str | None, lora_request: Any = None) -> str | None:
         """Key of the item, or ``None`` when it must be neither stored nor looked up."""
-        if is_request_scoped(identifier, request_id):
+        if is_request_scoped(mm_hash, request_id):
             return None
         if not self._tower_lora or lora_request is None:
-            return identifier
+            return mm_hash
         if self._loaded is None:
             adapter = self._files.digest(lora_request)
         else:
             adapter = self._loaded.digest(lora_request.lora_int_id)
-        return f"{identifier}\x1f{adapter}" if adapter else None
+        return f"{mm_hash}\x1f{adapter}" if adapter else None
 
     def adapter_of(self, lora_request: Any) -> int | None:
         """vLLM's id of the adapter, where it has a part in the key."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ``VllmConfig`` tells of the model whose encoder outputs are stored.
+"""Reads the identity of the model from a ``VllmConfig``: all that decides the value of an encoder output.
 
-A configuration is read by attribute name, so that a release that lacks an attribute only makes the fingerprint
-shorter. Nothing here imports vLLM or torch.
+Attributes are read by name; one that a release lacks only makes the identity shorter. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MM_SETTINGS = ("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_
 def model_identity(vllm_config: Any) -> ModelIdentity:
     """Read a ``VllmConfig`` (any release; attributes by name) into a :class:`ModelIdentity`.
 
-    A configuration says where weights are asked for and not which ones were found, so the weights are those of this
+    A configuration names where weights are asked for and not which ones were found, so the weights are those of this
     run until the loader has opened them (``opened.py``); dummies follow from configuration and seed. Tensor-parallel
     size is left out on purpose: a producer and a consumer of different sizes share entries, equal up to rounding.
     """

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose weights a model has: what vLLM's loaders opened.
+"""Identity of the weights that vLLM's loaders opened.
 
-Where weights lie is the business of vLLM and the hub's library (cache folders, revisions, offline mode, other hubs); a
-hook on the loaders tells what they returned. Nothing here looks for a model by its name. Imports neither vLLM nor
-torch.
+Where weights lie is for vLLM and the hub's library to find (cache folders, revisions, offline mode, other hubs). A hook
+on the loaders passes on what they returned; nothing here looks for a model by its name. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _log = ledger.logger("ec")
 class Opened:
     """What one process opened to load its model.
 
-    ``weights`` is its text for :class:`Claims`: ``""`` while nothing was opened, or when something was that cannot be
-    told from others.
+    ``weights`` is its text for :class:`Claims`: ``""`` while nothing was opened, or when something was opened that has
+    no identity.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -65,8 +64,8 @@ class Opened:
         if commit[:40] == self._commit:
             return True
         _log.warning(
-            "Encoder cache: the weights of %r are those of commit %s; the configuration's commit is %s. Entries serve "
-            "this run only. Start again, or pin --revision to a commit.",
+            "Encoder cache: the weights of %r are of commit %s and the configuration of commit %s. Entries serve this "
+            "run only. Start again, or pin --revision to a commit.",
             self._source,
             commit[:40],
             self._commit or "unknown",

@@ -35,25 +35,25 @@ def extend(
 
     ``features_of`` gives a request's items. One whose request has no data for it is taken from another request of the
     step that has; where none has, it is left out with an error line (the scheduler sends such items' tensors along,
-    so they do not fail to load). ``connector`` is told how many of the failed items are encoded after all.
+    so they do not fail to load). ``connector`` counts how many of the failed items are encoded after all.
     """
     extended = {request_id: list(indices) for request_id, indices in scheduled.items()}
     coming = {f.identifier for r, i in indices_in(extended) if (f := _feature(features_of, r, i)) is not None}
     for load in failed:
-        if load.identifier in coming:
+        if load.mm_hash in coming:
             continue
         feature = _feature(features_of, load.request_id, load.index)
         if feature is None or is_metadata_only(feature):
             _log.error(
-                "%s %.80r of request %s could not be loaded and has no data to encode",
+                "Encoder cache: %s %.80r of request %s could not be loaded and has no data to encode.",
                 "item" if feature is None else feature.modality,
-                load.identifier,
+                load.mm_hash,
                 load.request_id,
             )
             continue
         extended.setdefault(load.request_id, []).append(load.index)
-        coming.add(load.identifier)
-    connector.encodes_again(sum(load.identifier in coming for load in failed))
+        coming.add(load.mm_hash)
+    connector.encodes_again(sum(load.mm_hash in coming for load in failed))
     return extended
 
 
@@ -137,7 +137,7 @@ def require(vllm_config: Any) -> None:
     importlib.import_module(_MODULES[runner])
     if runner not in INSTALLED:
         raise RuntimeError(
-            f"{configured.NAME} is not started: the recovery for a failed load is not in place in this worker "
+            f"{configured.NAME} cannot start: this worker lacks the recovery from a failed load "
             f"({_MODULES[runner]}), and without it a deleted or damaged entry would end the engine. Run "
             "'vllm-omni-patch status' to see why, or start vLLM without --ec-transfer-config."
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the connector: which items are promised from the store, and what the worker is told.
+"""The scheduler's side of the connector: which items are promised from the store, and what the worker is to load.
 
 vLLM asks ``has_cache_item(identifier)`` once per item it is about to encode and, on yes, spends no encoder budget on
 it. A yes is given only after the entry's header was read and found to be the right one. It is still a promise about
@@ -19,16 +19,16 @@ from vllm_omni_patch import ledger
 from .items import ItemKeys, Load, expected_rows, is_metadata_only, is_precomputed
 
 _log = ledger.logger("ec")
-# Identifiers whose rows are remembered between a request's first look and its scheduling. Far above the items of all
+# Items whose rows are remembered between a request's first look and its scheduling. Far above the items of all
 # requests that wait at once; it only bounds the memory of a scheduler that runs for months.
 _MAX_KNOWN = 65536
 
 
 @dataclass
 class StepPlan:
-    """What the worker is told in one step.
+    """What the worker is to load in one step.
 
-    ``tensors`` holds, by identifier, embeddings that the scheduler has in hand for items that could not be encoded if
+    ``tensors`` holds, by ``mm_hash``, embeddings that the scheduler has in hand for items that could not be encoded if
     a load failed.
     """
 
@@ -80,23 +80,23 @@ class SchedulerSide:
         # Request id -> the indices of its items without data.
         self._seen: dict[str, list[int]] = {}
 
-    def has_item(self, identifier: str) -> bool:
+    def has_item(self, mm_hash: str) -> bool:
         """vLLM's ``has_cache_item``: a verified yes, or no. One lookup per item and step."""
-        promised = self._lookups and self._has(identifier)
+        promised = self._lookups and self._has(mm_hash)
         if promised:
-            self._promised.add(identifier)
+            self._promised.add(mm_hash)
         else:
-            self._promised.discard(identifier)
+            self._promised.discard(mm_hash)
         return promised
 
-    def _has(self, identifier: str) -> bool:
-        if identifier in self._in_hand:
+    def _has(self, mm_hash: str) -> bool:
+        if mm_hash in self._in_hand:
             return True
-        known = self._known.get(identifier)
+        known = self._known.get(mm_hash)
         if known is None:
             if not self._keyless:
                 return False
-            known = _Known("", self._keys.key(identifier, None), None)
+            known = _Known("", self._keys.key(mm_hash, None), None)
         return known.key is not None and self._lookup(known.key, known.rows)
 
     def _lookup(self, key: str, rows: int | None) -> bool:
@@ -111,10 +111,10 @@ class SchedulerSide:
         return [self.has_item(feature.identifier) for feature in request.mm_features or ()]
 
     def see(self, request: Any) -> None:
-        """Remember rows and keys of a request's items before vLLM asks for them by identifier alone."""
+        """Remember rows and keys of a request's items before vLLM asks for them by ``mm_hash`` alone."""
         if request.request_id in self._seen:
             return
-        # Before 0.26 a connector is not told when a request ends.
+        # Before 0.26 no call says that a request has ended.
         if max(len(self._known), len(self._seen)) > _MAX_KNOWN:
             self._known.clear()
             self._seen.clear()
@@ -132,8 +132,8 @@ class SchedulerSide:
     def ensure_available(self, request: Any) -> bool:
         """vLLM's ``ensure_cache_available``: False keeps the request out of this step.
 
-        Nothing is fetched ahead for ordinary items. An item without data cannot be encoded, so it is fetched here and
-        travels to the worker with the step; if it is nowhere to be had, that one request fails.
+        An ordinary item is not fetched here. One without data cannot be encoded, so it is fetched here and travels to
+        the worker with the step; if no tier has it, that one request fails.
         """
         self.see(request)
         if not self._can_fail_one or request.request_id in self._unavailable:
@@ -143,9 +143,8 @@ class SchedulerSide:
             if not self._fetch(request, index, feature.identifier):
                 self._unavailable.add(request.request_id)
                 _log.warning(
-                    "request %s refers to the embedding of %s %.80r without data, and it could not be loaded from the "
-                    "encoder cache: the request fails. Send it again with the data, or after the producer has stored "
-                    "it.",
+                    "Encoder cache: request %s fails. It has no data for %s %.80r, and the output could not be loaded. "
+                    "Send it again with the data, or after the producer has stored the output.",
                     request.request_id,
                     feature.modality,
                     feature.identifier,
@@ -153,14 +152,14 @@ class SchedulerSide:
                 return False
         return True
 
-    def _fetch(self, request: Any, index: int, identifier: str) -> bool:
-        if identifier in self._in_hand:
+    def _fetch(self, request: Any, index: int, mm_hash: str) -> bool:
+        if mm_hash in self._in_hand:
             return True
         known = self._describe(request, index, request.mm_features[index])
         tensor = None if known.key is None else self._engine.get(known.key, "cpu", known.rows)
         if tensor is None:
             return False
-        self._in_hand[identifier] = tensor
+        self._in_hand[mm_hash] = tensor
         return True
 
     def take_unavailable(self) -> set[str]:
@@ -177,8 +176,8 @@ class SchedulerSide:
         if feature.identifier not in self._promised:
             return
         known = self._describe(request, index, feature)
-        # Promised, so the worker is told of it in any case: what it cannot load, it encodes. Without a key (known
-        # only now to be none) or with rows that the entry lacks, the load fails there and does that.
+        # Promised, so it goes to the worker in any case: what it cannot load, it encodes. Without a key (known only
+        # now to be none), or with rows that the entry lacks, the load fails there.
         self._loads[feature.identifier] = Load(
             request.request_id,
             index,
@@ -192,9 +191,7 @@ class SchedulerSide:
     def plan(self) -> StepPlan:
         """vLLM's ``build_connector_meta``: this step's loads; forgets the step."""
         loads = list(self._loads.values())
-        tensors = {
-            load.identifier: self._in_hand[load.identifier] for load in loads if load.identifier in self._in_hand
-        }
+        tensors = {load.mm_hash: self._in_hand[load.mm_hash] for load in loads if load.mm_hash in self._in_hand}
         self._loads = {}
         self._promised = set()
         self._answers = {}

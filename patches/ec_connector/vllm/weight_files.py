@@ -15,7 +15,7 @@ _INDEX_SUFFIX = ".index.json"
 # the same size and time differs in some tensor. Files of up to a MiB are read whole.
 _STRIPES = 64
 _STRIPE = 16 * 1024
-# Files that say how an image becomes pixels. vLLM's content hash leaves them out, as it does ``mm_processor_kwargs`` of
+# Settings of how an image becomes pixels. vLLM's content hash leaves them out, as it does ``mm_processor_kwargs`` of
 # the configuration; those of a request are in it.
 _PROCESSOR_SUFFIX = "processor_config.json"
 # A snapshot in the hub's cache, as it comes back from the library that made it, and what was opened in it.
@@ -27,7 +27,7 @@ def weights_identity(path: str, tokenizer: str = "") -> str:
 
     A snapshot of the hub is named by its commit, which is the same on every host, and by what of it was opened. Another
     folder is described by its weight files and by the settings of its image, video and sound processors; a single file
-    with the vision side's files beside it, and the processors of the ``tokenizer`` folder. The road to them (links,
+    with the vision side's files beside it, and the processors of the ``tokenizer`` folder. The path to them (links,
     mount points) plays no part.
     """
     if os.path.isfile(path):

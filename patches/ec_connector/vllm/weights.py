@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the encoder's weights are still those that were there before: a sample of every parameter, compared bitwise.
 
-Trainers write weights in place by roads that nobody can list (``apply_model``, ``collective_rpc``, a custom loader), so
-the worker looks at the weights themselves, in steps that load or store an encoder output. Nothing is looked at between
+Trainers write weights in place in ways that nobody can list (``apply_model``, ``collective_rpc``, a custom loader), so
+the worker compares the weights themselves, in steps that load or store an encoder output. Nothing is looked at between
 steps: while vLLM sleeps, the memory of its parameters may not be mapped.
 
 Sampled are parameters, and not buffers: those hold what a step computes (caches of rotary embeddings, the running

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of the connector: loads what was promised, says what must be encoded after all, stores the rest.
+"""The worker's side of the connector: loads what was promised, lists what must be encoded after all, stores the rest.
 
 Nothing here raises into a model step. Imports torch only inside functions, and not vLLM.
 """
@@ -34,11 +34,10 @@ class WorkerSide:
         device: where loaded tensors go, as torch names it.
         first: whether this is the first rank. It counts what all do alike, and keeps copies of what a remote sent.
         stores: whether this rank writes (a producer's first rank).
-        weights_changed: whether the encoder's weights are other than at the last call. Raises where that cannot be
-            told.
+        weights_changed: whether the encoder's weights differ from those at the last call. Raises where they cannot be
+            compared.
         agree: turns this rank's flags into those that all ranks hold. Every rank calls it in the same order, once in
-            each step that loads or encodes: a rank that encodes alone would wait for ever in the vision tower's
-            collective.
+            each step that loads or encodes: a rank that encodes alone would deadlock in the vision tower's all-reduce.
     """
 
     def __init__(
@@ -75,41 +74,41 @@ class WorkerSide:
         agreed, ours = self._settle(looked, [tensor is not None for tensor in tensors])
         for load, tensor, together in zip(plan.loads, tensors, agreed, strict=True):
             # What came with the step has nothing that could be encoded in its place.
-            if together and tensor is not None and (ours or load.identifier in plan.tensors):
-                encoder_cache[load.identifier] = tensor
+            if together and tensor is not None and (ours or load.mm_hash in plan.tensors):
+                encoder_cache[load.mm_hash] = tensor
                 continue
             # A tensor that this rank has and another one lacks must not stay either: every rank encodes.
-            encoder_cache.pop(load.identifier, None)
+            encoder_cache.pop(load.mm_hash, None)
             self._failed.append(load)
             if tensor is None and ours and self._keys.holds(load):
                 self._discard(load)
 
     def _look(self) -> tuple[bool, bool]:
-        """Whether this rank can tell what its weights are, and whether they are those of the present epoch."""
+        """Whether this rank can compare its weights, and whether they are those of the present generation."""
         if self._idle:
             return False, False
         try:
             return True, not self._weights_changed()
         except Exception as error:
             _log.warning(
-                "Encoder cache: it cannot be told whether the encoder's weights were replaced (%r). Nothing is loaded "
-                "or stored from now on; serving goes on.",
+                "Encoder cache: cannot compare the encoder's weights with those that were loaded (%r). Nothing is "
+                "loaded or stored from now on; every item is encoded.",
                 error,
             )
             return False, False
 
     def _settle(self, looked: tuple[bool, bool], flags: list[bool]) -> tuple[list[bool], bool]:
-        """``flags`` as all ranks hold them, and whether the weights of all are those of the epoch.
+        """``flags`` as all ranks hold them, and whether the weights of all are those of the present generation.
 
-        Where they are not, a new epoch begins on all ranks. Where one rank cannot tell, it is the last one, and all are
-        idle from then on.
+        Where they are not, a new generation begins on all ranks. Where one rank cannot compare, it is the last one, and
+        all are idle from then on.
         """
         shared = [*looked, *flags]
         known, same, *agreed = shared if self._agree is None else self._agree(shared)
         if not same and not self._idle:
             self._idle = not known
             if known:
-                _log.info("Encoder cache: the encoder's weights were replaced in place.")
+                _log.info("Encoder cache: the encoder's weights were written in place.")
             self._engine.new_generation()
         return agreed, same
 
@@ -121,18 +120,18 @@ class WorkerSide:
         looked: tuple[bool, bool],
     ) -> torch.Tensor | None:
         try:
-            present = encoder_cache.get(load.identifier)
+            present = encoder_cache.get(load.mm_hash)
             if present is not None and _fits(present, load):
                 return present
-            if load.identifier in in_hand:
-                tensor = in_hand[load.identifier].to(self._device)
+            if load.mm_hash in in_hand:
+                tensor = in_hand[load.mm_hash].to(self._device)
             elif load.key and all(looked) and self._keys.holds(load):
                 tensor = self._engine.get(load.key, self._device, load.rows)
             else:
                 return None
             return tensor if tensor is not None and _fits(tensor, load) else None
         except Exception as error:
-            _log.warning("loading %.80r from the encoder cache failed (%r); it is encoded instead", load.key, error)
+            _log.warning("Encoder cache: %.80r could not be loaded (%r); it is encoded instead.", load.mm_hash, error)
             return None
 
     def _discard(self, load: Load) -> None:
@@ -141,7 +140,7 @@ class WorkerSide:
         try:
             self._engine.discard(load.key)
         except Exception as error:
-            _log.warning("dropping the bad entry %.80r failed: %r", load.key, error)
+            _log.warning("Encoder cache: the bad entry of %.80r could not be removed: %r.", load.mm_hash, error)
 
     def take_failed(self) -> list[Load]:
         """Promised items of this step that must be encoded; handed out once."""
@@ -149,7 +148,7 @@ class WorkerSide:
         return taken
 
     def about_to_encode(self, items: Iterable[tuple[str, Any, Any]]) -> None:
-        """Note what the encoder is going to produce, because vLLM's ``save_caches`` names an identifier only.
+        """Note what the encoder is going to produce, because vLLM's ``save_caches`` names an ``mm_hash`` only.
 
         ``items``: (request id, feature, the request's adapter or ``None``). Called on all ranks alike.
         """
@@ -161,24 +160,22 @@ class WorkerSide:
         if len(self._noted) > _MAX_NOTED:
             self._noted.clear()
         for request_id, feature, lora_request in items:
-            refused = is_precomputed(feature)
-            self._noted[feature.identifier] = (
-                None if refused else self._keys.key(feature.identifier, request_id, lora_request)
-            )
+            key = None if is_precomputed(feature) else self._keys.key(feature.identifier, request_id, lora_request)
+            self._noted[feature.identifier] = key
 
-    def save(self, encoder_cache: Mapping[str, torch.Tensor], identifier: str) -> None:
-        """vLLM's ``save_caches``: store one output, unless it was computed by a client or has no lasting name."""
+    def save(self, encoder_cache: Mapping[str, torch.Tensor], mm_hash: str) -> None:
+        """vLLM's ``save_caches``: store one output, unless a client computed it or its id is of one request."""
         if not self._stores:
             return
         try:
-            # An item that was not noted came by a road that we did not see; what it is cannot be told, so it is not
-            # stored.
-            key = self._noted.pop(identifier, None)
-            tensor = encoder_cache.get(identifier)
+            # An item that was not noted was encoded by a path without our hook. What it is remains unknown, so it is
+            # not stored.
+            key = self._noted.pop(mm_hash, None)
+            tensor = encoder_cache.get(mm_hash)
             if key is not None and tensor is not None:
                 self._engine.put(key, tensor)
         except Exception as error:
-            _log.warning("storing %.80r in the encoder cache failed: %r", identifier, error)
+            _log.warning("Encoder cache: %.80r could not be stored: %r.", mm_hash, error)
 
 
 def _fits(tensor: torch.Tensor, load: Load) -> bool:
