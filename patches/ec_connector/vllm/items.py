@@ -25,9 +25,9 @@ class Load:
     """One item that the worker is to load in this step.
 
     ``mm_hash`` is vLLM's id of the item (``feature.identifier``), under which ``encoder_cache`` holds the output.
-    ``key`` is the id in the store: the same, unless an adapter changes the encoder; empty where there is none. ``rows`` and
-    ``width``: the tensor's shape where known. ``index`` counts the request's items. ``adapter``: vLLM's id of the
-    adapter whose files the key names.
+    ``key`` is the id in the store: the same, unless an adapter changes the encoder; empty where there is none.
+    ``rows`` and ``width``: the tensor's shape where known. ``index`` counts the request's items. ``adapter``: vLLM's id
+    of the adapter whose files the key names.
     """
 
     request_id: str

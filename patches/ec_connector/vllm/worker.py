@@ -29,7 +29,7 @@ class WorkerSide:
     """State of the connector in one worker; all calls come from the model thread.
 
     Args:
-        engine: the store; ``get``, ``put``, ``discard`` and ``new_epoch`` are used.
+        engine: the store; ``get``, ``put``, ``discard`` and ``new_generation`` are used.
         keys: keys of items.
         device: where loaded tensors go, as torch names it.
         first: whether this is the first rank. It counts what all do alike, and keeps copies of what a remote sent.
