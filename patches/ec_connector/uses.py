@@ -20,7 +20,7 @@ USES: tuple[Target, ...] = (
         "v1.storage_backend.storage_manager",
         "StorageManager",
         parameters=_parameters("config", "metadata", "event_manager"),
-        base_methods=("create_backends", "allocate", "get", "remove"),
+        base_methods=("create_backends", "allocate", "remove"),
         class_attributes=("storage_backends", "allocator_backend", "loop"),
     ),
     _use(
@@ -32,7 +32,7 @@ USES: tuple[Target, ...] = (
     _use(
         "v1.storage_backend.remote_backend",
         "RemoteBackend",
-        base_methods=("submit_put_task",),
+        base_methods=("get_blocking", "submit_put_task"),
     ),
     _use("v1.config", "LMCacheEngineConfig", module_attributes=("_CONFIG_DEFINITIONS", "_CONFIG_ALIASES")),
     _use("v1.event_manager", "EventManager", parameters=()),

@@ -23,7 +23,9 @@ pytest.importorskip("lmcache")
 
 from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.config import MIB, ECConfig
+from vllm_omni_patch.patches.ec_connector.storage.entry import Entry, bytes_of
+from vllm_omni_patch.patches.ec_connector.storage.key import Key
 
 SHAPES = ((1, 64), (32, 64), (729, 1152), (4096, 3000))
 
@@ -160,6 +162,26 @@ def test_close_is_quick_and_leaves_no_thread(url: str, hosts: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["redis", "lm"])
+def test_what_was_loaded_leaves_the_pool(kind: str, hosts: Any) -> None:
+    """Three times its size in and out; and an entry that another host replaced is the new one."""
+    need(kind)
+    port = free_port()
+    with SERVERS[kind](port):
+        one, two = (
+            hosts(f"{kind}://127.0.0.1:{port}", host, cpu_bytes=4 * MIB, staging_bytes=MIB)._tiers.remote[0]._remote
+            for host in ("one", "two")
+        )
+        for index in range(12):
+            key = Key("id", b"id", 1, "bfloat16", b"b" * 32)
+            tensor = torch.full((1024, 2048), index, dtype=torch.bfloat16)
+            data = bytes_of(tensor)
+            entry = Entry.describe(key, 1024, 2048, "bfloat16", data, {})
+            assert (one, two)[index % 2].write(key, entry, data, 10.0) == "stored"
+            for remote in (one, two):
+                assert remote.find(key, 10.0) == entry and remote.read(key, entry) == data
+
+
+@pytest.mark.parametrize("kind", ["redis", "lm"])
 def test_a_frozen_server_is_a_miss_after_a_deadline_and_comes_back(kind: str, hosts: Any) -> None:
     need(kind)
     port = free_port()
@@ -204,7 +226,9 @@ def test_a_server_that_starts_late_is_used(kind: str, hosts: Any) -> None:
 
 EXITS = """
 import os, sys, torch
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.config import MIB, ECConfig
+from vllm_omni_patch.patches.ec_connector.storage.entry import Entry, bytes_of
+from vllm_omni_patch.patches.ec_connector.storage.key import Key
 from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
 from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
 engine = ECCacheEngine(ECConfig(remote_url=sys.argv[1], shm_path=sys.argv[2], load_deadline=1.0, store_deadline=1.0),

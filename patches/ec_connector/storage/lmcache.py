@@ -166,7 +166,9 @@ class LMCacheRemote:
 
     def _fetch(self, address: Any, into: memoryview | None) -> bytes | None:
         """Bytes of one object, or its bytes copied ``into`` (which must be as long) and ``b""``; ``None``: missing."""
-        obj = self._manager.get(address)
+        # Not through the manager: it keeps what it got in the pool until no memory is left to store from, and answers
+        # from there when the server has another entry by now.
+        obj = next(filter(None, (backend.get_blocking(address) for backend in self._backends())), None)
         if obj is None:
             return None
         try:
