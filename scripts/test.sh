@@ -46,7 +46,7 @@ say "style and types"
 "$bin/mypy"
 say "documentation"
 "$bin/python" scripts/generate_docs.py --check
-NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --quiet --strict --site-dir "$(mktemp -d)"
+"$bin/zensical" build --strict
 
 if [ "${1:-all}" = unit ]; then
     exec "$bin/python" -m pytest -m "not slow" tests/unit

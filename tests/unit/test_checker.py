@@ -488,7 +488,7 @@ def test_what_a_patch_uses_is_judged_and_not_hooked(house, tmp_path):
     held = table.Table([build.row_of(q, release) for q in build.questions([declared])], {"vllm": ["9.1.0"]})
     (tmp_path / "m.json").write_text(files.dump(held))
     assert [r.used for r in files.read(tmp_path / "m.json").rows()] == [False, True, True]
-    assert "(used, not hooked)" in table_text.markdown_table(held)
+    assert "| `worker:Base` (used) |" in table_text.markdown_table(held)
     declared = dataclasses.replace(declared, uses=(good, bad, gone, absent))
     found = forecast(declared, lambda target: release if target.distribution == "vllm" else None, {})
     assert [(one.state, one.row.verdict, one.installed) for one in found] == [

@@ -44,6 +44,7 @@ def test_every_source_file_names_its_licence() -> None:
 
 
 def test_links_between_pages_lead_to_files() -> None:
+    """Images too, which the site's strict build does not look at; it checks pages and anchors."""
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + list(
         (ROOT / "docs").glob("*.md")
     )
@@ -54,6 +55,13 @@ def test_links_between_pages_lead_to_files() -> None:
         if not link.startswith("http") and not (page.parent / link).exists()
     ]
     assert broken == []
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    """The site's strict build lets a page without an entry pass, and an entry without a page."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"(\w+\.md)$", config[config.index("nav:") : config.index("exclude_docs:")], re.M)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_no_two_test_modules_share_a_name() -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,16 +425,25 @@ def test_the_page(tmp_path):
         LiveRow("vllm", "0.12.0", "demo", True, (LOAD,), (LOAD,), (LOAD,), "cuda"),
     ]
     text = table_text.markdown_table(evidence.with_live(Table(ROWS), proof))
-    assert text.splitlines()[2] == (
-        "| demo | `Worker.load` in `vllm.worker` | vllm "
-        "| 0.11.0 to 0.12.0 | 0.14.0 | 0.13.0 | 0.10.0 | 0.11.0 (cpu) | 0.12.0 (cuda) |"
-    )
+    assert text.splitlines() == [
+        "### demo",
+        "",
+        "| vllm | 0.10.0 | 0.11.0<br>to 0.12.0 | 0.13.0 | 0.14.0 |",
+        "|---|:-:|:-:|:-:|:-:|",
+        "| `Worker.load` | - | live (cuda) | drifted | native |",
+    ]
     page = f"before\n{table_text.BEGIN}\nold\n{table_text.END}\nafter\n"
     once = table_text.with_table(page, Table(ROWS))
     assert "old" not in once and once.startswith("before\n") and once.endswith("\nafter\n")
     assert table_text.with_table(once, Table(ROWS)) == once
     with pytest.raises(ValueError, match="matrix: end"):
         table_text.with_table("no markers", Table(ROWS))
+
+
+def test_targets_with_one_name_are_told_apart_by_the_end_of_their_modules():
+    rows = [dataclasses.replace(ROWS[2], target=f"{module}:Worker.load") for module in ("vllm.v1.gpu", "vllm.v2.gpu", "vllm.cpu")]
+    text = table_text.markdown_table(Table([*rows, dataclasses.replace(ROWS[1], target="vllm.v1.gpu:Other")]))
+    assert re.findall("`(.+?)`", text) == ["v1.gpu:Worker.load", "v2.gpu:Worker.load", "cpu:Worker.load", "Other"]
 
 
 # -- what is shipped
