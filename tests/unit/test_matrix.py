@@ -441,7 +441,8 @@ def test_the_page(tmp_path):
 
 
 def test_targets_with_one_name_are_told_apart_by_the_end_of_their_modules():
-    rows = [dataclasses.replace(ROWS[2], target=f"{module}:Worker.load") for module in ("vllm.v1.gpu", "vllm.v2.gpu", "vllm.cpu")]
+    modules = ("vllm.v1.gpu", "vllm.v2.gpu", "vllm.cpu")
+    rows = [dataclasses.replace(ROWS[2], target=f"{module}:Worker.load") for module in modules]
     text = table_text.markdown_table(Table([*rows, dataclasses.replace(ROWS[1], target="vllm.v1.gpu:Other")]))
     assert re.findall("`(.+?)`", text) == ["v1.gpu:Worker.load", "v2.gpu:Worker.load", "cpu:Worker.load", "Other"]
 
