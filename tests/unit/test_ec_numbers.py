@@ -80,7 +80,7 @@ def test_switched_off_it_counts_nothing_and_logs_it(build: Any, monkeypatch: pyt
     assert not engine.contains("id") and engine.get("id", "cpu") is None
     engine.discard("id")
     assert counts(engine) == {} and engine.stats.reasons() == {}
-    assert any("is switched off (VLLM_OMNI_PATCH_EC_DISABLE)" in text for text in lines("INFO"))
+    assert any("is disabled (VLLM_OMNI_PATCH_EC_DISABLE)" in text for text in lines("INFO"))
     assert not any("at most" in text for text in lines("INFO")), "it is not on any disk"
 
 

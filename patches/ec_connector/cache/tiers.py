@@ -72,8 +72,8 @@ class Tiers:
         if limit > room:
             if not config.disk_path:
                 _log.warning(
-                    "Encoder cache: %s has room for %.2f GiB only; the CPU tier is kept to that instead of %.2f GiB. "
-                    "Enlarge it (docker: --shm-size), set ec_shm_path, or set ec_local_disk.",
+                    "Encoder cache: %s has room for only %.2f GiB, so the CPU tier is limited to it, not %.2f GiB. "
+                    "To fix: enlarge it (docker: --shm-size), or set ec_shm_path or ec_local_disk.",
                     run_folder.parent,
                     room / GIB,
                     limit / GIB,
@@ -85,7 +85,7 @@ class Tiers:
             try:
                 tier.recover()
             except OSError as error:
-                _log.warning("Encoder cache: %s cannot be used at present: %s.", tier.name, error)
+                _log.warning("Encoder cache: cannot use %s now: %s. It is tried again at each store.", tier.name, error)
         tiers = cls(local, run_folder, stats)
         tiers.largest = max(tier.store.limit or 0 for tier in local)
         if config.has_remote:

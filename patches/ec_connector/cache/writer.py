@@ -136,7 +136,9 @@ class Writer:
                 self._condition.notify_all()
         if left:
             self._stats.add("dropped", left, "left at shutdown")
-            _log.warning("Encoder cache shutdown: %d outputs were not stored within %.1f s.", left, timeout)
+            _log.warning(
+                "Encoder cache: dropped %d outputs at shutdown that could not be stored within %.1f s.", left, timeout
+            )
         if self._thread is not threading.current_thread():
             self._thread.join(min(timeout, 2.0))
 

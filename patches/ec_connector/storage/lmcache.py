@@ -256,7 +256,7 @@ def _build_manager(config: ECConfig, model: str, pool: int) -> Any:
             allocate = backend.allocate
 
             def allocate_now(*args: Any, **kwargs: Any) -> Any:
-                # A connector that is sent impossible lengths would wait for memory for ever.
+                # A connector that is sent impossible lengths would wait for memory forever.
                 return allocate(*args, **{**kwargs, "busy_loop": False})
 
             backend.allocate = allocate_now

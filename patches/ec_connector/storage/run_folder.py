@@ -71,7 +71,7 @@ class RunFolder:
                 self._alive.forget()
                 self._alive = member
                 _log.warning(
-                    "The engine's shared folder %s was removed; it begins anew, with a new generation.", self.path
+                    "The engine's shared folder %s was removed; it was created again, with a new generation.", self.path
                 )
             if not os.path.exists(self._generation_file):
                 self.new_generation()
@@ -90,7 +90,7 @@ class RunFolder:
             self._generation = (_mark(status), text)
         except OSError as error:
             _log.warning(
-                "The new generation holds for this process only: %s. Other processes may still load entries "
+                "Only this process knows of the new generation: %s. Other processes may still load entries "
                 "stored before the reset.",
                 error,
             )
