@@ -44,9 +44,7 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 import torch
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 
 MIB = 1 << 20
 TARGET = 1.5

@@ -26,9 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.vllm.weights import WeightsSample
 
 MIB = 1 << 20

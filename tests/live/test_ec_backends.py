@@ -21,8 +21,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("lmcache")
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.config import MIB, ECConfig
 from vllm_omni_patch.patches.ec_connector.storage.entry import Entry, bytes_of
 from vllm_omni_patch.patches.ec_connector.storage.key import Key

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 
 MIB = 1 << 20
 

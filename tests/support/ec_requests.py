@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 
 
 @dataclass

@@ -15,10 +15,8 @@ torch = pytest.importorskip("torch")
 
 from typer.testing import CliRunner
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.cli import app
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.storage.entry import Entry
 from vllm_omni_patch.patches.ec_connector.storage.key import Key, stable_u64
 

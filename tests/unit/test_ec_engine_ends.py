@@ -63,9 +63,7 @@ def test_shared_memory_goes_with_the_last_engine(build: Any, tmp_path: Path) -> 
 
 KILLED = """
 import os, signal, sys, torch
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 engine = ECCacheEngine(ECConfig(shm_path=sys.argv[1], disk_path=sys.argv[2]), ModelIdentity("m", engine_id="dead"),
                        role="worker", dtype=torch.bfloat16)
 engine.put("id", torch.ones(64, 64, dtype=torch.bfloat16))

@@ -16,8 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.ec_engines import MIB, engine_builder, entry_files, output, same  # noqa: F401
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.storage import files as store_module
 
 

@@ -21,11 +21,9 @@ from test_ec_cli import call
 from test_ec_remote import Server, key, made_entry, tier_on, until
 
 from support.ec_engines import engine_builder, entry_files, output, same  # noqa: F401
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.cache.staging import Staging
 from vllm_omni_patch.patches.ec_connector.cache.writer import Job, Writer
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
 from vllm_omni_patch.patches.ec_connector.stats import ALIKE, HELP, WHO, ECStats
 from vllm_omni_patch.patches.ec_connector.storage.remote import RemoteTier
 

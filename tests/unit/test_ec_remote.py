@@ -13,9 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_omni_patch.patches.ec_connector.cache.engine import ECCacheEngine
-from vllm_omni_patch.patches.ec_connector.cache.model import ModelIdentity
-from vllm_omni_patch.patches.ec_connector.config import ECConfig
+from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
 from vllm_omni_patch.patches.ec_connector.storage.breaker import CircuitBreaker
 from vllm_omni_patch.patches.ec_connector.storage.entry import Entry, FormatError
