@@ -140,7 +140,7 @@ def metrics() -> str:
             (
                 f"memory_{name}_bytes",
                 "gauge",
-                "rank",
+                "rank, dp_rank",
                 f"KV budget: {name.replace('_', ' ')}. No sample when unknown.",
                 worker,
             )
@@ -148,15 +148,21 @@ def metrics() -> str:
             if unit == "bytes"
         ),
         *(
-            (f"memory_model_local_kv_{part}_bytes", "gauge", "rank", f"KV budget: model-local KV, {text}.", worker)
+            (
+                f"memory_model_local_kv_{part}_bytes",
+                "gauge",
+                "rank, dp_rank",
+                f"KV budget: model-local KV, {text}.",
+                worker,
+            )
             for part, text in (("declared", "declared"), ("resident", "resident"), ("pending", "pending"))
         ),
-        ("memory_kv_cache_bytes", "gauge", "rank", "The KV budget that the worker returned.", worker),
-        ("memory_kv_cache_blocks", "gauge", "rank", "KV cache blocks.", worker),
+        ("memory_kv_cache_bytes", "gauge", "rank, dp_rank", "The KV budget that the worker returned.", worker),
+        ("memory_kv_cache_blocks", "gauge", "rank, dp_rank", "KV cache blocks.", worker),
         (
             "model_local_kv_bytes",
             "gauge",
-            "owner, name, kind",
+            "owner, name, kind, dp_rank",
             "KV outside the paged manager; kind is per_row, declared_peak, storage_peak or observed_peak.",
             worker,
         ),

@@ -14,6 +14,13 @@ bin="$VENV/bin"
 unset VLLM_OMNI_PATCH VLLM_OMNI_PATCH_STRICT VLLM_OMNI_PATCH_REPORT_DIR
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 
+# vLLM imports Ray wherever it can, so it lies beside the environment, for the slow tests. vLLM brings what else it needs.
+if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -d "$VENV/ray-for-tests/ray" ]; then
+    say "installing Ray beside the environment for its tests (about 250 MB on disk)"
+    "$bin/python" -m pip install --quiet --no-deps --target "$VENV/ray-for-tests" ray==2.60.0 msgpack==1.2.4 \
+        || echo "no Ray to be had: its tests are skipped"
+fi
+
 case "${1:-all}" in
     -*) exec "$bin/python" -m pytest "$@" ;;
     all|unit) ;;

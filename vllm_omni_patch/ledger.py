@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vllm_omni_patch import flags
-from vllm_omni_patch.telemetry import processes, report_files
+from vllm_omni_patch.telemetry import processes, report_files, run_folder
 from vllm_omni_patch.telemetry.log_lines import log, logger
 from vllm_omni_patch.telemetry.report_files import write_json, write_report
 
@@ -134,7 +134,12 @@ def snapshot() -> dict[str, Any]:
         "command": processes.command(),
         "started": _started,
         "time": time.time(),
-        "process": {**about, "run": os.path.basename(os.environ.get(flags.RUN_DIR.name, "").rstrip("/"))},
+        "process": {
+            **about,
+            "run": os.path.basename(os.environ.get(flags.RUN_DIR.name, "").rstrip("/")),
+            "run_reachable": run_folder.path() is not None,
+            **processes.parallel(),
+        },
         "entries": rows,
     }
 

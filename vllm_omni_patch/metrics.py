@@ -26,6 +26,23 @@ def add(name: str, help: str, amount: float = 1, /, **labels: object) -> None:
     numbers.mine.add(_key(name, labels), help, float(amount))
 
 
+def dp_rank(parallel_config: object) -> int | None:
+    """The rank of vLLM's ``ParallelConfig`` among data-parallel engines; ``None`` where an engine is the only one.
+
+    vLLM makes the engines of a dense model look as if each were alone (size 1, rank 0). What still tells is
+    ``data_parallel_index`` and the port at which the engines would meet, which one engine does not have.
+    """
+    size, index = (
+        getattr(parallel_config, "data_parallel_size", 1),
+        getattr(parallel_config, "data_parallel_index", None),
+    )
+    if isinstance(size, int) and size > 1:
+        index = getattr(parallel_config, "data_parallel_rank", None)
+    elif not index and not getattr(parallel_config, "data_parallel_master_port", 0):
+        index = None
+    return index if isinstance(index, int) else None
+
+
 def values() -> dict[Key, float]:
     """This process's numbers, by name (without the prefix) and sorted labels."""
     return {key: number.value for key, number in numbers.mine.all().items()}

@@ -56,14 +56,14 @@ def show(
 
 
 def _reports(folder: Path) -> list[BudgetReport]:
-    """The budgets by rank and PID; one line on stderr for a file that is not a report of this version."""
+    """The budgets by DP rank, rank and PID; one line on stderr for a file that is not a report of this version."""
     found = []
     for path, data in _documents(folder, "memory"):
         try:
             found.append(BudgetReport.from_json(data))
         except ValueError as error:
             typer.echo(f"{path} is left out: {error}.", err=True)
-    return sorted(found, key=lambda report: (-1 if report.rank is None else report.rank, report.pid))
+    return sorted(found, key=lambda one: (*(-1 if n is None else n for n in (one.dp_rank, one.rank)), one.pid))
 
 
 def _documents(folder: Path, name: str) -> list[tuple[Path, dict[str, Any]]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_omni_patch import metrics
+
 from .cpu import explain_cpu, weights
 from .gpu import budget
 from .gpu.nvml import Reading
@@ -44,6 +46,7 @@ def build(
         kv_bytes=int(value),
         device="" if device is None else str(device),
         rank=getattr(worker, "rank", None),
+        dp_rank=metrics.dp_rank(getattr(worker, "parallel_config", None)),
         local_rank=getattr(worker, "local_rank", None),
     )
     made.size_given = explicit or made.policy == "startup plan"

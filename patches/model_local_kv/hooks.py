@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from vllm_omni_patch import ledger
+from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patch import Hook, Undo
 
 from .charge import Engine
@@ -63,6 +63,7 @@ def report_load(runner: Any, native_report: bool = False) -> Load:
         max_num_seqs=max(1, int(runner.scheduler_config.max_num_seqs)),
         engine=engine_of(runner),
         native_report=native_report,
+        dp_rank=metrics.dp_rank(getattr(runner, "parallel_config", None)),
     )
     roots: list[tuple[str, Any]] = []
     try:
@@ -118,7 +119,7 @@ def _release(module: str) -> tuple[int, int] | None:
 
 
 def _where(runner: Any) -> str:
-    """Stage, device and rank, so that reports of several processes on one device can be added up."""
+    """Stage, device and ranks, so that reports of several processes on one device can be added up."""
     parts = []
     stage = getattr(getattr(runner, "model_config", None), "stage_id", None)
     if stage is not None:
@@ -126,7 +127,10 @@ def _where(runner: Any) -> str:
     device = getattr(runner, "device", None)
     if device is not None:
         parts.append(str(device))
-    rank = getattr(getattr(runner, "parallel_config", None), "rank", None)
+    parallel = getattr(runner, "parallel_config", None)
+    dp_rank, rank = metrics.dp_rank(parallel), getattr(parallel, "rank", None)
+    if dp_rank is not None:
+        parts.append(f"DP rank {dp_rank}")
     if rank is not None:
         parts.append(f"rank {rank}")
     return ", ".join(parts) or "device unknown"

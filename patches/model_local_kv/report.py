@@ -15,7 +15,7 @@ from typing import Any, Literal
 from vllm_omni_patch import ledger, metrics
 
 from .charge import Engine, budget_path, charge, resolve_residency
-from .collect import Collection, Entry
+from .collect import Collection
 from .observe.reconcile import Row
 from .observe.suspects import Suspect
 
@@ -36,7 +36,10 @@ logger = ledger.logger("model_local_kv")
 @dataclass
 class Load:
     """One ``load_model`` of one runner. ``status``: ``declared``, ``empty`` (declarers hold nothing), ``none`` (no
-    declarer) or ``failed`` (the collection itself raised: ``error``). ``native_report``: vLLM-Omni's own report ran."""
+    declarer) or ``failed`` (the collection itself raised: ``error``). ``native_report``: vLLM-Omni's own report ran.
+
+    ``dp_rank``: rank among data-parallel engines; ``None`` where the engine is the only one.
+    """
 
     runner: str
     model: str
@@ -45,6 +48,7 @@ class Load:
     engine: Engine
     collection: Collection = field(default_factory=Collection)
     native_report: bool = False
+    dp_rank: int | None = None
     error: str = ""
 
     @property
@@ -183,11 +187,19 @@ def figures(loads: Sequence[Load]) -> dict[str, Any]:
 def gauges(loads: Sequence[Load], observed: Sequence[Row] = ()) -> None:
     """Set ``model_local_kv_bytes``. A figure that is not known has no sample."""
     help = "Attention KV outside the paged manager, in bytes."
+    engine: dict[str, object] = {}
     for load in loads:
+        engine = {} if load.dp_rank is None else {"dp_rank": load.dp_rank}
         for entry in load.collection.entries:
-            _gauge(help, entry, "per_row", entry.bytes_per_row)
-            _gauge(help, entry, "declared_peak", entry.declared_peak)
-            _gauge(help, entry, "storage_peak", entry.storage_peak)
+            sizes = {
+                "per_row": entry.bytes_per_row,
+                "declared_peak": entry.declared_peak,
+                "storage_peak": entry.storage_peak,
+            }
+            for kind, value in sizes.items():
+                if value is not None:
+                    labels = {"owner": entry.owner, "name": entry.name, "kind": kind, **engine}
+                    metrics.set_gauge("model_local_kv_bytes", help, value, **labels)
     for row in observed:
         metrics.set_gauge(
             "model_local_kv_bytes",
@@ -196,12 +208,8 @@ def gauges(loads: Sequence[Load], observed: Sequence[Row] = ()) -> None:
             owner=row.owner,
             name="+".join(row.names) or "undeclared",
             kind="observed_peak",
+            **engine,
         )
-
-
-def _gauge(help: str, entry: Entry, kind: str, value: int | None) -> None:
-    if value is not None:
-        metrics.set_gauge("model_local_kv_bytes", help, value, owner=entry.owner, name=entry.name, kind=kind)
 
 
 def document(
@@ -228,6 +236,7 @@ def _load(load: Load) -> dict[str, Any]:
         "runner": load.runner,
         "model": load.model,
         "where": load.where,
+        "dp_rank": load.dp_rank,
         "status": load.status,
         "error": load.error,
         "max_num_seqs": load.max_num_seqs,

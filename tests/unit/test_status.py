@@ -357,6 +357,23 @@ def test_what_a_process_never_imported_and_another_run_are_no_difference() -> No
     assert judge.mismatches([process(1, "applied"), process(2, "skipped", run="other")]) == []
 
 
+def ray(pid: int, role: str = "ray worker", **facts: Any) -> dict[str, Any]:
+    return {**process(pid, "applied", **{"run_reachable": True, "ray": True, **facts}), "role": role}
+
+
+def test_ray_workers_whose_numbers_are_lost_are_called_out() -> None:
+    engine, workers = ray(1, "engine core"), [ray(2, rank=0, world_size=2), ray(3, rank=1, world_size=2)]
+    assert judge.mismatches([engine, *workers]) == []
+    alone, lost = judge.mismatches([engine, ray(2, run="named"), ray(3, run="named")])
+    assert "engine core 1: no Ray worker of this engine has written a ledger here" in alone
+    assert lost.startswith("ray worker 2, ray worker 3: no engine shares the run folder")
+    assert judge.mismatches([ray(2, run="run-host-2-x"), ray(3, run="run-host-2-x")]) == [], "a driver inside a worker"
+    (far,) = judge.mismatches([engine, ray(2, run_reachable=False)])
+    assert "numbers of ray worker 2 are not on /metrics" in far and "VLLM_OMNI_PATCH_RUN_DIR" in far
+    (missing,) = judge.mismatches([engine, workers[0]])
+    assert missing.startswith("rank 1 of 2 has written no ledger here")
+
+
 # -- for people
 
 

@@ -65,7 +65,52 @@ def mismatches(processes: Sequence[dict[str, Any]]) -> list[str]:
         together = [one for one in processes if one["process"].get("run", "") == run]
         told += _facts(together)
         told += _states(together)
+        told += _numbers(together)
+        told += _missing(together)
     return told
+
+
+def _numbers(together: list[dict[str, Any]]) -> list[str]:
+    """Ray workers whose numbers do not come to the page of their engine."""
+    workers = [one for one in together if one["role"] == "ray worker"]
+    far = [one for one in workers if one["process"].get("run") and one["process"].get("run_reachable") is False]
+    told = []
+    if far:
+        told.append(
+            f"numbers of {_who(far)} are not on /metrics: the run folder of this engine is on another host. To fix: "
+            f"set {flags.RUN_DIR.name} on all nodes to a new folder on a file system that they share."
+        )
+    if workers and len(workers) == len(together) and not any(_drives(one) for one in workers):
+        told.append(
+            f"{_who(workers)}: no engine shares the run folder, so these numbers are on no /metrics. To fix: do not "
+            f"set {flags.RUN_DIR.name} in the environment of Ray's nodes, and start the engine with "
+            f"{flags.SWITCH.name} set."
+        )
+    return told
+
+
+def _missing(together: list[dict[str, Any]]) -> list[str]:
+    """Workers of an engine that have written no ledger here."""
+    to_fix = (
+        "they have not started yet, are not patched, or write elsewhere. To fix: install the same release on every "
+        f"node, set {flags.SWITCH.name} to no other value there, and let {flags.REPORT_DIR.name} name a folder that "
+        "all nodes share."
+    )
+    engines = [one for one in together if one["role"] == "engine core" and one["process"].get("ray")]
+    if engines and not any(one["role"] == "ray worker" for one in together):
+        return [f"{_who(engines)}: no Ray worker of this engine has written a ledger here; {to_fix}"]
+    sizes = [one["process"]["world_size"] for one in together if "world_size" in one["process"]]
+    ranks = {one["process"].get("rank") for one in together}
+    missing = [str(rank) for rank in range(max(sizes, default=0)) if rank not in ranks]
+    # Only where one says that it is a worker on Ray: elsewhere all inherit one environment.
+    if missing and any(one["role"] == "ray worker" for one in together):
+        return [f"rank {', '.join(missing)} of {max(sizes)} has written no ledger here; {to_fix}"]
+    return []
+
+
+def _drives(one: dict[str, Any]) -> bool:
+    """Whether this process made its run folder: Ray Serve configures the engine inside a worker."""
+    return f"-{one['pid']}-" in one["process"]["run"]
 
 
 def _facts(processes: list[dict[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from typing import Any
 
 _mine: int | None = None
 
@@ -55,6 +56,22 @@ def role() -> str:
     if "api_server" in words or os.path.basename(sys.argv[0] if sys.argv else "") in ("vllm", "vllm-omni"):
         return "api server"
     return "main" if name == "MainProcess" else name
+
+
+def parallel() -> dict[str, Any]:
+    """How this process works with others, as far as it shows: ``rank`` and ``world_size`` of torch's default group,
+    and ``ray`` where vLLM's Ray executor is imported. Imports nothing. Never raises.
+    """
+    known: dict[str, Any] = {}
+    try:
+        torch = sys.modules.get("torch.distributed")
+        if torch is not None and torch.is_available() and torch.is_initialized():
+            known.update(rank=torch.get_rank(), world_size=torch.get_world_size())
+    except Exception:  # torch is still being imported, or ends
+        pass
+    if any(name in sys.modules for name in ("vllm.v1.executor.ray_executor", "vllm.v1.executor.ray_executor_v2")):
+        known["ray"] = True
+    return known
 
 
 def command() -> str:

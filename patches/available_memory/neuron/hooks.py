@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_omni_patch import ledger
+from vllm_omni_patch import ledger, metrics
 from vllm_omni_patch.patch import Hook, Undo
 
 from ..report import output
@@ -327,6 +327,7 @@ def _emit(worker: Any, made: BudgetReport) -> int:
     try:
         for line in made.notes:
             logger.warning("%s", line)
+        made.dp_rank = metrics.dp_rank(getattr(worker, "parallel_config", None))
         made.blocks, made.block_bytes = _blocks(worker, made.kv_bytes)
         output.emit(made)
     except Exception as error:

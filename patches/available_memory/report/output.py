@@ -64,12 +64,14 @@ def _set_gauges(report: BudgetReport) -> None:
     for part in ("declared", "resident", "pending"):
         numbers[f"{MODEL_LOCAL_KV}_{part}"] = report.local_kv(f"{part}_bytes")
     numbers["kv_cache"] = report.kv_bytes
-    rank: object = "" if report.rank is None else report.rank
+    labels: dict[str, object] = {"rank": "" if report.rank is None else report.rank}
+    if report.dp_rank is not None:
+        labels["dp_rank"] = report.dp_rank
     for name, value in numbers.items():
         count = byte_count(value)
         if count is not None:
             bare = name.removesuffix("_bytes")
             text = f"KV cache budget: {bare.replace('_', ' ')}, in bytes."
-            metrics.set_gauge(f"memory_{bare}_bytes", text, count, rank=rank)
+            metrics.set_gauge(f"memory_{bare}_bytes", text, count, **labels)
     if report.blocks is not None:
-        metrics.set_gauge("memory_kv_cache_blocks", "KV cache blocks.", report.blocks, rank=rank)
+        metrics.set_gauge("memory_kv_cache_blocks", "KV cache blocks.", report.blocks, **labels)

@@ -85,6 +85,7 @@ def bar(report: BudgetReport) -> Bar:
         left = "not claimed, or not known" if unknown else "not claimed"
         sizes[left] = max(total - sum(sizes.values()), 0)
     title = f"{report.worker} {report.device}".strip()
+    title += "" if report.dp_rank is None else f", DP rank {report.dp_rank}"
     title += "" if report.rank is None else f", rank {report.rank}"
     return Bar(f"{title}, pid {report.pid}", tuple((name, size) for name, size in sizes.items() if size), total)
 

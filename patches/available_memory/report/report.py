@@ -90,6 +90,7 @@ class BudgetReport:
         kv_bytes: the number that was returned.
         formula: the rule in one line of text.
         advice: what a user can set, as sentences.
+        dp_rank: rank among data-parallel engines; ``None`` where the engine is the only one.
         blocks, block_bytes: ``None`` until the KV cache is laid out.
         linear_in_requested: the budget falls by one byte with every byte by which ``requested`` falls, so a utilisation
             can be computed from a wanted budget.
@@ -108,6 +109,7 @@ class BudgetReport:
     formula: str = ""
     device: str = ""
     rank: int | None = None
+    dp_rank: int | None = None
     local_rank: int | None = None
     inputs: list[Input] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -14,7 +14,8 @@ _LOCAL_KV = ("declared_bytes", "resident_bytes", "uncharged_bytes", "pending_byt
 def as_text(report: BudgetReport) -> str:
     """``report`` as one table."""
     rank = "" if report.rank is None else f"rank {report.rank}"
-    where = [part for part in (report.device, rank, f"pid {report.pid}") if part]
+    dp_rank = "" if report.dp_rank is None else f"DP rank {report.dp_rank}"
+    where = [part for part in (report.device, dp_rank, rank, f"pid {report.pid}") if part]
     rows = [(item.name, _value(item), f"{item.state}: {item.source}") for item in report.inputs]
     source = "no declaration in this process" if report.model_local_kv is None else "declarations of the loaded model"
     for part in ("declared", "resident", "pending"):
