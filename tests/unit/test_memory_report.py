@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,26 @@ def test_gauges_are_known_bytes_only() -> None:
     assert "memory_other_processes_bytes" not in values
     assert not [name for name in values if "utilization" in name]
     assert all(name.endswith("_bytes") for name in values)
+
+
+# Attributes as vLLM 0.32.0 leaves them: alone, mixture of experts, dense (each engine as if alone), and before 0.13.
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [
+        ({"data_parallel_size": 1, "data_parallel_index": 0, "data_parallel_master_port": 0}, None),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1, "data_parallel_index": 1}, 1),
+        ({"data_parallel_size": 1, "data_parallel_index": 0, "data_parallel_master_port": 4711}, 0),
+        ({"data_parallel_size": 1, "data_parallel_index": 1, "data_parallel_master_port": 4711}, 1),
+        ({"data_parallel_size": 1, "data_parallel_rank": 0, "data_parallel_master_port": 29500}, None),
+        ({}, None),
+    ],
+)
+def test_data_parallel_engines_are_told_apart(config: dict[str, int], rank: int | None) -> None:
+    assert metrics.dp_rank(SimpleNamespace(**config)) == rank
+    emit(made(dp_rank=rank))
+    labels = (("rank", "0"),) if rank is None else (("dp_rank", str(rank)), ("rank", "0"))
+    assert ("memory_weights_bytes", labels) in metrics.values()
+    assert ("DP rank" in as_text(made(dp_rank=rank))) == (rank is not None)
 
 
 @pytest.mark.parametrize("broken", ["as_text", "complete", "_set_gauges"])
