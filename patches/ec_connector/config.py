@@ -54,7 +54,6 @@ class ECConfig:
     close_deadline: float = 10.0
     staging_bytes: int = 0
     queue_entries: int = 256
-    fsync: bool = False
     touch_seconds: float = 10.0
     retry_seconds: float = 5.0
     stats_seconds: float = 60.0

@@ -139,7 +139,7 @@ def run(folder: Path, model: str, reference: dict[int, Answer]) -> Run:
         server.group.kill()
         assert len(shared) == 2 and left_over(shared) == [], "the numbers and the cache's, though nobody could clear"
     for path in set(entries(folder / "disk")) - known:
-        os.unlink(path)  # of the epoch that ended with the run; the tests below count the others
+        os.unlink(path)  # of the generation that ended with the run; the tests below count the others
     return Run(resets, before, after, written)
 
 

@@ -247,7 +247,7 @@ def shared(folder: Path) -> tuple[RemoteTier, ECStats]:
     from vllm_omni_patch.patches.ec_connector.storage.shared_folder import SharedFolder
 
     stats = ECStats("worker")
-    tier = RemoteTier("fs://", SharedFolder(str(folder), False, 0.0), ECConfig(lookup_deadline=5.0), stats)
+    tier = RemoteTier("fs://", SharedFolder(str(folder), 0.0), ECConfig(lookup_deadline=5.0), stats)
     assert tier.wait_ready(30)
     return tier, stats
 

@@ -132,12 +132,12 @@ def test_identity_is_that_of_the_files_the_library_opens(name: str, tmp_path: Pa
         assert weights == (f"commit:{right}" if right else ""), folder
 
 
-def test_one_set_of_weights_has_one_key_whatever_road_leads_to_it(tmp_path: Path) -> None:
+def test_one_set_of_weights_has_one_key_whatever_path_leads_to_it(tmp_path: Path) -> None:
     snapshot = write_snapshot(tmp_path / "hub", NEW, "main")
     (tmp_path / "link").symlink_to(snapshot)
     (tmp_path / "cache").symlink_to(tmp_path / "hub")
     through = str(tmp_path / "cache" / "models--org--vl" / "snapshots" / NEW)
-    roads = [
+    paths = [
         (config("org/vl", resolved("main", NEW)), "org/vl"),
         (config("org/vl", None, NEW), "org/vl"),
         (config("org/vl", NEW), "org/vl"),
@@ -146,7 +146,7 @@ def test_one_set_of_weights_has_one_key_whatever_road_leads_to_it(tmp_path: Path
         (config(through), through),
         (config(str(tmp_path / "link")), str(tmp_path / "link")),
     ]
-    assert {bound(one, source, snapshot if source == "org/vl" else source) for one, source in roads} == {
+    assert {bound(one, source, snapshot if source == "org/vl" else source) for one, source in paths} == {
         bound(config(snapshot), snapshot, snapshot)
     }
     plain = write_model(tmp_path / "plain")
@@ -265,11 +265,11 @@ def test_a_scheduler_on_a_host_without_workers_knows_what_cannot_move(tmp_path: 
 
 def test_one_name_in_content_hashes_for_all_roads(tmp_path: Path) -> None:
     snapshot = write_snapshot(tmp_path, NEW)
-    roads = [("org/a", resolved("main", NEW), None), ("org/b", None, NEW), (snapshot, None, None)]
-    for model, revision, noted in roads:
+    paths = [("org/a", resolved("main", NEW), None), ("org/b", None, NEW), (snapshot, None, None)]
+    for model, revision, noted in paths:
         assert name_of(model) == model
         remember_name(config(model, revision, noted))
-    assert {name_of(model) for model, _, _ in roads} == {f"commit:{NEW}"}
+    assert {name_of(model) for model, _, _ in paths} == {f"commit:{NEW}"}
     remember_name(config("org/unknown"))
     assert name_of("org/unknown") == "org/unknown" and name_of(None) is None
 

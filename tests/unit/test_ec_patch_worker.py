@@ -269,7 +269,7 @@ def encode(side: WorkerSide, name: str, tensor: Any) -> None:
 
 
 def test_a_hit_promised_before_the_weights_changed_is_encoded(store: Any, tmp_path: Path) -> None:
-    """The scheduler said yes under the epoch of before; the step's own output goes under the new one."""
+    """The scheduler said yes under the generation of before; the step's own output goes under the new one."""
     weights = Weights()
     side = worker(store, weights_changed=weights)
     old, new, other = torch.randn(32, 64), torch.randn(32, 64), torch.randn(32, 64)

@@ -63,9 +63,7 @@ class Tiers:
         """Make the tiers that ``config`` asks for. A folder that cannot be made now is tried again at each store."""
         local = []
         if config.disk_path:
-            store = FileStore(
-                "disk", config.disk_path, config.disk_bytes, fsync=config.fsync, touch_seconds=config.touch_seconds
-            )
+            store = FileStore("disk", config.disk_path, config.disk_bytes, touch_seconds=config.touch_seconds)
             local.append(FileTier(f"disk {config.disk_path}", store))
         limit = max(0, config.cpu_bytes - config.staging)
         room = run_folder.room()
@@ -153,7 +151,7 @@ def _remote_tier(
 ) -> RemoteTier:
     path = shared_folder_path(config.remote_url)
     if path:
-        folder = SharedFolder(path, config.fsync, config.touch_seconds)
+        folder = SharedFolder(path, config.touch_seconds)
         return RemoteTier(config.remote_url, folder, config, stats, run_folder.blocklist, run_folder.first_to_find)
     from ..storage.lmcache import LMCacheRemote
 

@@ -5,8 +5,8 @@ Readers take no lock. They open a file, trust nothing of it before the header ha
 file cut short under a map kills the process) into fresh memory while summing. Writers write under a name of their own
 and rename, so a reader sees a whole entry, the one before it, or none.
 
-An entry is not synced before it is published unless ``fsync`` asks for it: a killed process loses nothing, and after a
-power cut a torn entry fails its checksum and is a miss.
+An entry is not synced before it is published: a killed process loses nothing, and after a power cut a torn entry fails
+its checksum and is a miss.
 """
 
 from __future__ import annotations
@@ -84,14 +84,12 @@ class FileStore:
         base: str,
         limit: int | None,
         *,
-        fsync: bool = False,
         touch_seconds: float = 10.0,
         spare: int = 0,
     ) -> None:
         self.name = name
         self.folder = Folder(base, limit, spare=spare)
         self.limit = limit
-        self._fsync = fsync
         self._touch_seconds = touch_seconds
 
     def open(self, key: Key) -> OpenEntry | None:
@@ -190,8 +188,6 @@ class FileStore:
             if outcome == "stored":
                 self.remove(key)
             raise
-        if self._fsync and outcome == "stored":
-            _sync_folder(os.path.join(self.folder.root, key.folder))
         return outcome
 
     def _fill(self, handle: int, temporary: str, key: Key, entry: Entry, payload: memoryview, force: bool) -> Outcome:
@@ -201,8 +197,6 @@ class FileStore:
                 self.folder.abandon(temporary, entry.size)
                 return "present"
             _write_all(handle, [memoryview(entry.header), payload])
-            if self._fsync:
-                os.fsync(handle)
             self.folder.publish(temporary, key.path)
         except IsADirectoryError:
             # Somebody's folder stands where this one entry belongs; the storage works.
@@ -264,12 +258,3 @@ def _write_all(handle: int, parts: list[memoryview]) -> None:
             count -= parts.pop(0).nbytes
         if count:
             parts[0] = parts[0][count:]
-
-
-def _sync_folder(path: str) -> None:
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -19,8 +19,8 @@ from .remote import Gone
 class SharedFolder:
     """A :class:`~.remote.Remote` in files."""
 
-    def __init__(self, path: str, fsync: bool, touch_seconds: float) -> None:
-        self._store = FileStore("shared folder", path, None, fsync=fsync, touch_seconds=touch_seconds)
+    def __init__(self, path: str, touch_seconds: float) -> None:
+        self._store = FileStore("shared folder", path, None, touch_seconds=touch_seconds)
 
     def connect(self) -> None:
         """Make the folder where missing."""
