@@ -79,10 +79,15 @@ def test_workers_are_patched_and_counted(tmp_path: Path, nodes: str | None, rank
 
 
 def test_a_node_that_is_not_patched_is_named(tmp_path: Path) -> None:
-    """The executor leaves what a node has set for itself."""
+    """The second executor leaves what a node has set for itself."""
     known, reports = ray_cluster.variables(str(tmp_path)), tmp_path / "reports"
     with ray_cluster.Cluster(str(tmp_path), environment("0", known)) as cluster:
-        env = {**known, "RAY_ADDRESS": cluster.address, "VLLM_OMNI_PATCH_REPORT_DIR": str(reports)}
+        env = {
+            **known,
+            "RAY_ADDRESS": cluster.address,
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",
+            "VLLM_OMNI_PATCH_REPORT_DIR": str(reports),
+        }
         more = ["--distributed-executor-backend", "ray"]
         model = tiny_model.make(str(tmp_path / "model"))
         with Server(model, str(tmp_path), flag="available_memory", env=env, arguments=[*ARGUMENTS, *more]) as server:

@@ -374,6 +374,14 @@ def test_ray_workers_whose_numbers_are_lost_are_called_out() -> None:
     assert missing.startswith("rank 1 of 2 has written no ledger here")
 
 
+def test_a_ledger_says_whether_the_run_folder_can_be_reached(house: House) -> None:
+    """On another host than its driver's, a worker has only the folder's name."""
+    reports = {"VLLM_OMNI_PATCH_REPORT_DIR": str(house.reports)}
+    house.run("import vllm.worker", ENGINE, "show(1)", **reports)
+    house.run(ENGINE, "show(1)", VLLM_OMNI_PATCH_RUN_DIR="/dev/shm/vllm-omni-patch-run-otherhost-1-x", **reports)
+    assert sorted(ledger["process"]["run_reachable"] for ledger in house.ledgers()) == [False, True]
+
+
 # -- for people
 
 
