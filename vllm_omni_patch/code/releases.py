@@ -39,7 +39,7 @@ _FETCH_SECONDS = 1800
 
 
 class ReleaseError(RuntimeError):
-    """A release cannot be had or read. The text says which one, why, and what to do."""
+    """A release cannot be fetched or read. The text names it, the reason, and what to do."""
 
 
 class _Files(Protocol):
@@ -48,7 +48,7 @@ class _Files(Protocol):
 
 
 class Release:
-    """One release's modules as text. ``origin`` says which archive or folder it was read from."""
+    """One release's modules as text. ``origin``: the archive or folder that it was read from."""
 
     def __init__(self, distribution: str, release: str, origin: str, files: _Files) -> None:
         self.distribution = distribution
@@ -114,10 +114,10 @@ def read_path(path: str | Path) -> list[Release]:
     elif path.name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")):
         found = _read_tar(path)
     else:
-        raise ReleaseError(f"{path} is no wheel, source archive or folder.")
+        raise ReleaseError(f"{path} is not a wheel, source archive or folder.")
     if not found:
         known = ", ".join(IMPORT_NAMES.values())
-        raise ReleaseError(f"{path} holds none of the packages that the matrix judges ({known}).")
+        raise ReleaseError(f"{path} contains none of the packages that the matrix judges ({known}).")
     return found
 
 
@@ -230,12 +230,14 @@ def fetch(distribution: str, release: str, cache: str | Path | None = None) -> R
         origin = files._archive.comment.decode()
     except (OSError, zipfile.BadZipFile):
         kept.unlink(missing_ok=True)
-        raise ReleaseError(f"The cached text of {distribution} {release} was damaged and is gone. Run again.") from None
+        raise ReleaseError(
+            f"The cached text of {distribution} {release} was damaged and has been removed. To fix: run again."
+        ) from None
     return Release(distribution, release, origin, files)
 
 
 def _download(distribution: str, release: str, folder: Path) -> Path:
-    said = ""
+    error = ""
     for name in INDEX_NAMES.get(distribution, (distribution,)):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--python-version", _PYTHON]
@@ -244,16 +246,16 @@ def _download(distribution: str, release: str, folder: Path) -> Path:
         command += ["--dest", str(folder), f"{name}=={release}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ReleaseError(f"{distribution} {release} could not be fetched: {error}.") from None
+        except (OSError, subprocess.TimeoutExpired) as failure:
+            raise ReleaseError(f"{distribution} {release} could not be fetched: {failure}.") from None
         wheels = sorted(folder.glob("*.whl"))
         if wheels:
             return wheels[0]
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        said = (errors[-1] if errors else f"pip ended with {done.returncode}").removeprefix("ERROR: ")
+        error = (errors[-1] if errors else f"pip ended with {done.returncode}").removeprefix("ERROR: ")
     raise ReleaseError(
-        f"{distribution} {release} could not be fetched as a wheel: {said}. "
-        f"Check the number, or give what you have with --source PATH (a wheel, a source archive or a folder)."
+        f"{distribution} {release} could not be fetched as a wheel: {error}. "
+        f"To fix: check the number, or name a wheel, a source archive or a folder with --source PATH."
     )
 
 
@@ -285,4 +287,4 @@ def parse_spec(text: str) -> tuple[str, str]:
             raise InvalidVersion(text)
         return name.strip().lower().replace("_", "-"), str(Version(release.strip()))
     except InvalidVersion:
-        raise ReleaseError(f"{text!r} is not a release; write it as vllm==0.33.0.") from None
+        raise ReleaseError(f"{text!r} is not a release. To fix: write it as vllm==0.33.0.") from None

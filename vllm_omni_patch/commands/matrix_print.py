@@ -32,8 +32,8 @@ def forecasts(found: Sequence[Forecast], format: str, changes: Sequence[Change |
     """
     if format == "json":
         shown = [one.as_json() for one in found]
-        for told, change in zip(shown, changes, strict=False):
-            told |= {"upgrade": change.as_json()} if change else {}
+        for entry, change in zip(shown, changes, strict=False):
+            entry |= {"upgrade": change.as_json()} if change else {}
         print(json.dumps(shown, indent=1))
         return
     here = [one for one in found if one.installed]

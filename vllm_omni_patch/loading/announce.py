@@ -30,7 +30,7 @@ def at_engine_start() -> None:
     """Write this process's line; a worker's waits."""
     global _start
     path = ledger.process().get("activation_path")
-    release = installed.live_release("vllm") or "of unknown version"
+    release = installed.running_release("vllm") or "of unknown version"
     _start = f"vllm-omni-patch {__version__}: pid {os.getpid()}, activated by {path}, vLLM {release}: "
     if not (processes.role() in ("worker", "ray worker") and _waiting(ledger.entries())):
         _write()

@@ -182,7 +182,7 @@ def _first_call(target: Target) -> None:
 
 
 def _note_version(module: ModuleType) -> None:
-    ledger.describe_process(vllm_version=installed.live_release("vllm") or "unknown")
+    ledger.describe_process(vllm_version=installed.running_release("vllm") or "unknown")
 
 
 def _patch_failed(name: str, reason: str, trace: str = "") -> None:

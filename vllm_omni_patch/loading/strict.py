@@ -71,7 +71,7 @@ def _fault(patch: Patch, target: Target, entry: Entry | None) -> str | None:
         return ""
     if entry is not None and entry.state in ("skipped", "failed"):
         return "" if rules.is_ordinary(target, entry.verdict) else entry.reason
-    decision = forecast.decide(patch, target, installed.live_release(package))
+    decision = forecast.decide(patch, target, installed.running_release(package))
     if decision.apply or decision.verdict == "native":
         return None
     return "" if rules.is_ordinary(target, decision.verdict) else decision.reason

@@ -192,7 +192,7 @@ class Targets:
 
 def release_of(target: Target) -> str | None:
     """Version of the package that the target is in, as it is here."""
-    return installed.live_release(installed.package_of(target.distribution, target.module))
+    return installed.running_release(installed.package_of(target.distribution, target.module))
 
 
 def _with_consequence(target: Target, text: str) -> str:

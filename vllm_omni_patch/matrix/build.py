@@ -58,7 +58,7 @@ def row_of(question: Question, release: Release) -> Row:
 
 
 def documented(question: Question) -> list[Row]:
-    """Rows of a target whose releases cannot be fetched: what its declaration says about them."""
+    """Rows of a target whose releases cannot be fetched: what its declaration has about them."""
     target = question.target
     rows = []
     for known in target.documented:
@@ -77,22 +77,22 @@ def documented(question: Question) -> list[Row]:
     return rows
 
 
-def tell_gone(rows: Sequence[Row], target: Target) -> list[Row]:
-    """``rows`` of one target, oldest first, with a target that was there and is not any more told apart.
+def mark_gone(rows: Sequence[Row], target: Target) -> list[Row]:
+    """``rows`` of one target, oldest first, where a release that no longer has the target is marked as such.
 
-    One that every release must have has drifted then; an ``optional`` one is absent, with a reason that says where
-    it was last.
+    A target that every release must have has drifted then; an ``optional`` one is absent. The reason names the last
+    release that had it.
     """
     last: Row | None = None
-    told = []
+    marked = []
     for row in rows:
         if row.verdict == "absent" and last is not None:
             verdict: Verdict = "absent" if target.optional else "drifted"
             row = replace(row, verdict=verdict, reason=f"last in {last.release}; {row.reason}")
         elif row.verdict != "absent":
             last = row
-        told.append(row)
-    return told
+        marked.append(row)
+    return marked
 
 
 def rebuild(
@@ -106,7 +106,7 @@ def rebuild(
 
     Args:
         releases: releases by distribution. A distribution without any gets no rows.
-        progress: told one line per release.
+        progress: called with one line per release.
         jobs: processes; by default one per core where there are enough releases.
 
     Raises:
@@ -137,7 +137,7 @@ def rebuild(
         found = by_target.get((question.patch, question.target.name), [])
         order = {release: index for index, release in enumerate(ordered(row.release for row in found))}
         found.sort(key=lambda row: order[row.release])
-        complete += tell_gone(found, question.target) or documented(question)
+        complete += mark_gone(found, question.target) or documented(question)
     return Table(complete, releases, digests=judged.digests)
 
 

@@ -48,7 +48,7 @@ class Installed:
 class Forecast:
     """One target on one release: ``row`` with the verdict and its evidence, and the ``state`` it leads to.
 
-    ``reason`` says why. ``state`` is ``None`` for what a patch uses and does not hook. ``like``: the listed release
+    ``state`` is ``None`` for what a patch uses and does not hook. ``like``: the listed release
     whose code an unlisted one has.
     """
 
@@ -130,7 +130,7 @@ def _one(patch: Patch, target: Target, source: Source | None) -> Forecast:
 
 
 def _used(patch: Patch, target: Target, source: Source | None) -> Forecast:
-    """Something that the patch calls: the contract says whether it can; the loader has nothing to decide."""
+    """Something that the patch calls: the contract shows whether it can; the loader has nothing to decide."""
     if source is None:
         return _not_installed(patch, target, None)
     found = judge.read(target, source.text(target.module))
