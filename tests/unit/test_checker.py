@@ -209,7 +209,8 @@ def test_the_whole_table(house):
     text = run("--all", "--patch", "demo").stdout
     assert "9.1.0 to 9.2.0" in text
     page = run("--all", "--patch", "demo", "--format", "markdown").stdout
-    assert "| demo | `Worker.load` in `vllm.worker` | vllm | 9.1.0 to 9.2.0 | 9.5.0 | 9.3.0 to 9.4.0 | 9.0.0 |" in page
+    assert "### demo\n\n| vllm | 9.0.0 | 9.1.0<br>to 9.2.0 | 9.3.0<br>to 9.4.0 | 9.5.0 |" in page
+    assert "| `Worker.load` | - | applies | drifted | native |" in page
 
 
 @pytest.mark.parametrize(
