@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from vllm_omni_patch import flags
+from vllm_omni_patch.patch import State
 from vllm_omni_patch.telemetry import processes, report_files, run_folder
 from vllm_omni_patch.telemetry.log_lines import log, logger
 from vllm_omni_patch.telemetry.report_files import write_json, write_report
@@ -37,7 +38,6 @@ __all__ = [
     "write_report",
 ]
 
-State = Literal["pending", "applied", "native", "skipped", "failed"]
 STATES: tuple[State, ...] = ("pending", "applied", "native", "skipped", "failed")
 
 

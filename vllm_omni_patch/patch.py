@@ -16,6 +16,8 @@ from vllm_omni_patch.flags import Flag, Removed, read
 
 Effect = Literal["adds", "reports", "changes"]
 ParameterKind = Literal["positional", "positional_or_keyword", "keyword_only", "var_positional", "var_keyword"]
+# Of a target in a process: verdicts of the matrix lead to these, see matrix/rules.py.
+State = Literal["pending", "applied", "native", "skipped", "failed"]
 Undo = Callable[[], None]
 
 

@@ -7,12 +7,8 @@ Targets of one group are applied all together or not at all; an attribute belong
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from vllm_omni_patch.patch import Target
-
-if TYPE_CHECKING:
-    from vllm_omni_patch.ledger import State
+from vllm_omni_patch.patch import State, Target
 
 
 def state_of(verdict: str, applies: bool) -> State:
