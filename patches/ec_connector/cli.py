@@ -163,7 +163,7 @@ def _store(path: Path) -> FileStore:
     except OSError as error:
         _echo(f"{path} cannot be looked into: {error}. Run this as the user that vLLM runs as.", err=True)
         raise typer.Exit(2) from None
-    return FileStore("folder", str(path), 1 << 62)
+    return FileStore(str(path), 1 << 62)
 
 
 def _echo_closed(folders: dict[str, str]) -> None:

@@ -171,7 +171,7 @@ def test_what_was_loaded_leaves_the_pool(kind: str, hosts: Any) -> None:
             for host in ("one", "two")
         )
         for index in range(12):
-            key = Key("id", b"id", 1, "bfloat16", b"b" * 32)
+            key = Key(b"id", 1, "bfloat16", b"b" * 32)
             tensor = torch.full((1024, 2048), index, dtype=torch.bfloat16)
             data = bytes_of(tensor)
             entry = Entry.describe(key, 1024, 2048, "bfloat16", data, {})

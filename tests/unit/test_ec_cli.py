@@ -94,7 +94,7 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 def plant(folder: Path, model: object) -> None:
     """One more entry, with a name of somebody else's making."""
     first = entries(folder)[0]
-    key = Key("planted", b"planted", stable_u64("planted"), "bfloat16", b"p" * 32)
+    key = Key(b"planted", stable_u64("planted"), "bfloat16", b"p" * 32)
     payload = memoryview(bytearray(64))
     path = first.parent.parent / key.path
     path.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from vllm_omni_patch.patches.ec_connector.storage.key import MAX_ID_BYTES, Key, 
 
 
 def key(mm_hash: str = "abc") -> Key:
-    return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
+    return Key(encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
 
 
 def payload(size: int, seed: int = 0) -> memoryview:

@@ -94,7 +94,7 @@ def test_every_part_of_the_binding_counts() -> None:
 
 def test_a_configuration_without_anything_is_still_an_identity() -> None:
     empty = model_identity(SimpleNamespace())
-    assert len(empty.fingerprint) == 64 and empty.engine_id == ""
+    assert len(empty.namespace_digest()) == 32 and empty.engine_id == ""
 
 
 def test_identity_follows_config_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,21 +110,23 @@ def test_identity_follows_config_and_version(monkeypatch: pytest.MonkeyPatch) ->
     }
     monkeypatch.setattr(reader, "vllm_version", lambda: "0.0.0")
     different["vllm"] = model_identity(config("org/model"))
-    prints = [base.fingerprint] + [other.fingerprint for other in different.values()]
+    prints = [base.namespace_digest()] + [other.namespace_digest() for other in different.values()]
     assert len(set(prints)) == len(prints)
 
 
 def test_identity_ignores_what_varies_by_itself() -> None:
-    base = model_identity(config("m")).fingerprint
-    assert base == model_identity(config("m", hf={"_name_or_path": "/elsewhere"})).fingerprint
-    assert base == model_identity(config("m", hf={"text_config": {"hidden_size": 1}})).fingerprint
+    base = model_identity(config("m")).namespace_digest()
+    assert base == model_identity(config("m", hf={"_name_or_path": "/elsewhere"})).namespace_digest()
+    assert base == model_identity(config("m", hf={"text_config": {"hidden_size": 1}})).namespace_digest()
     changed = {"vision_config": {"hidden_size": 64, "_internal": 2, "torch_dtype": "bfloat16"}}
-    assert base == model_identity(config("m", hf=changed)).fingerprint
+    assert base == model_identity(config("m", hf=changed)).namespace_digest()
 
 
 def test_roads_count_only_where_the_weights_do_not_speak_for_themselves() -> None:
     for weights, same in (("commit:a", True), ("files:1:x", True), ("", False), ("run:1", False)):
-        prints = {ModelIdentity(name, revision, weights).fingerprint for name, revision in (("m", "main"), ("/m", ""))}
+        prints = {
+            ModelIdentity(name, revision, weights).namespace_digest() for name, revision in (("m", "main"), ("/m", ""))
+        }
         assert (len(prints) == 1) is same, weights
 
 
@@ -134,7 +136,7 @@ def test_a_file_of_scales_counts_by_what_it_holds(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         changed = config("m")
         changed.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / name)
-        prints.append(model_identity(changed).fingerprint)
+        prints.append(model_identity(changed).namespace_digest())
     assert prints[0] == prints[1] != prints[2]
 
 
@@ -145,10 +147,10 @@ def test_identity_follows_mm_processor_kwargs_and_does_not_show_them() -> None:
         return model_identity(changed)
 
     values: list[Any] = [None, {"do_rescale": True}, {"do_rescale": False}, {"size": {"a": 1}}, {"kind": {"x", "y"}}]
-    assert len({of(value).fingerprint for value in values}) == len(values)
-    assert of({"a": 1, "b": object}).fingerprint == of({"b": object, "a": 1}).fingerprint
-    assert of({"a": lambda: 1}).fingerprint == of({"a": lambda: 1}).fingerprint, "no addresses"
-    assert of(None).fingerprint == model_identity(config("m")).fingerprint == of({}).fingerprint
+    assert len({of(value).namespace_digest() for value in values}) == len(values)
+    assert of({"a": 1, "b": object}).namespace_digest() == of({"b": object, "a": 1}).namespace_digest()
+    assert of({"a": lambda: 1}).namespace_digest() == of({"a": lambda: 1}).namespace_digest(), "no addresses"
+    assert of(None).namespace_digest() == model_identity(config("m")).namespace_digest() == of({}).namespace_digest()
     assert "secret" not in repr(of({"token": "secret"}))
 
 
@@ -156,10 +158,14 @@ def test_unknown_weights_are_those_of_one_run() -> None:
     scheduler, worker, next_run = config("org/model"), config("org/model"), config("org/model", engine_id="next")
     first = model_identity(scheduler)
     assert first.weights_unknown and not first.run_unknown
-    assert first.fingerprint == model_identity(worker).fingerprint != model_identity(next_run).fingerprint
+    assert (
+        first.namespace_digest()
+        == model_identity(worker).namespace_digest()
+        != model_identity(next_run).namespace_digest()
+    )
     fixed = config("org/model")
     fixed.instance_id = "drawn by vLLM"
-    assert first.fingerprint != model_identity(fixed).fingerprint, "an operator fixed the engine's id"
+    assert first.namespace_digest() != model_identity(fixed).namespace_digest(), "an operator fixed the engine's id"
     assert first.namespace_digest("prod", "", "", "") == model_identity(next_run).namespace_digest("prod", "", "", "")
     assert model_identity(config("org/model", engine_id=None)).run_unknown
 
@@ -169,4 +175,4 @@ def test_dummy_weights_are_the_same_in_the_next_run() -> None:
     for each in (one, two):
         each.load_config.load_format = "dummy"
     assert model_identity(one).weights == ""
-    assert model_identity(one).fingerprint == model_identity(two).fingerprint
+    assert model_identity(one).namespace_digest() == model_identity(two).namespace_digest()

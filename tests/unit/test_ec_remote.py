@@ -71,7 +71,7 @@ class Server:
 
 
 def key(mm_hash: str = "id") -> Key:
-    return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
+    return Key(encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", b"b" * 32)
 
 
 def made_entry(mm_hash: str = "id", rows: int = 4) -> tuple[Entry, memoryview]:

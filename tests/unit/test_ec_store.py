@@ -26,7 +26,7 @@ NAMESPACE = b"b" * 32
 
 
 def key(mm_hash: str, namespace_digest: bytes = NAMESPACE) -> Key:
-    return Key(mm_hash, encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", namespace_digest)
+    return Key(encode_id(mm_hash), stable_u64(mm_hash), "bfloat16", namespace_digest)
 
 
 def content(mm_hash: str, size: int) -> memoryview:
@@ -50,7 +50,7 @@ def read(store: FileStore, mm_hash: str, rows: int | None = None) -> bytes | Non
 
 
 def opened(path: Path, limit: int | None = 64 * MIB, **options: float) -> FileStore:
-    store = FileStore("test", str(path), limit, **options)
+    store = FileStore(str(path), limit, **options)
     store.folder.make()
     return store
 
@@ -119,8 +119,8 @@ def test_same_id_with_another_length_replaces_the_entry(tmp_path: Path) -> None:
 
 def test_two_ids_with_one_64_bit_value_are_never_confused(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    first = Key("a", b"a", 7, "bfloat16", NAMESPACE)
-    second = Key("b", b"b", 7, "bfloat16", NAMESPACE)
+    first = Key(b"a", 7, "bfloat16", NAMESPACE)
+    second = Key(b"b", 7, "bfloat16", NAMESPACE)
     data = content("a", 64)
     store.write(first, Entry.describe(first, 4, 8, "bfloat16", data, {}), data)
     assert first.path == second.path
@@ -267,7 +267,7 @@ import os, signal, sys
 from vllm_omni_patch.patches.ec_connector.storage.folder import Folder
 from vllm_omni_patch.patches.ec_connector.storage.key import Key
 folder = Folder(sys.argv[1], 64 << 20)
-handle, path = folder.reserve(Key("a", b"a", 1, "bfloat16", b"b" * 32), 1 << 20)
+handle, path = folder.reserve(Key(b"a", 1, "bfloat16", b"b" * 32), 1 << 20)
 os.write(handle, b"x" * 1000)
 print("written", flush=True)
 if sys.argv[2] == "die":
@@ -289,7 +289,7 @@ def test_leftovers_of_a_killed_writer_are_counted_then_cleaned(tmp_path: Path) -
     assert writer_process(tmp_path, "die").wait() == -signal.SIGKILL
     assert len(os.listdir(store.folder.listing.tmp)) == 1
     assert store.folder.counted() == MIB
-    assert not store.find(Key("a", b"a", 1, "bfloat16", NAMESPACE))
+    assert not store.find(Key(b"a", 1, "bfloat16", NAMESPACE))
     assert write(store, "b") == "stored"
     assert os.listdir(store.folder.listing.tmp) == []
     assert store.folder.counted() == on_disk(store)
@@ -299,7 +299,7 @@ def test_a_live_writer_s_file_is_left_alone_and_its_key_is_busy(tmp_path: Path) 
     store = opened(tmp_path)
     process = writer_process(tmp_path, "wait")
     try:
-        busy = Key("a", b"a", 1, "bfloat16", NAMESPACE)
+        busy = Key(b"a", 1, "bfloat16", NAMESPACE)
         data = content("a", 64)
         assert store.write(busy, Entry.describe(busy, 4, 8, "bfloat16", data, {}), data) == "busy"
         assert store.folder.usage() == (MIB, 0)

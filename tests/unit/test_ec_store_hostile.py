@@ -167,7 +167,7 @@ def test_a_full_device_costs_the_oldest_entry(code: int, tmp_path: Path, monkeyp
 
 
 def test_spare_room_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore("test", str(tmp_path), 100 * 4096, spare=4 * 4096)
+    store = FileStore(str(tmp_path), 100 * 4096, spare=4 * 4096)
     store.folder.make()
     total = 10 * 4096
 
@@ -188,7 +188,7 @@ def test_spare_room_is_left_to_others(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_private_tier_does_not_make_its_engine_s_folder_again(tmp_path: Path) -> None:
     base = tmp_path / "engine"
     base.mkdir()
-    tier = FileTier("memory", FileStore("memory", str(base), MIB), private=True)
+    tier = FileTier("memory", FileStore(str(base), MIB), private=True)
     tier.recover()
     assert write(tier.store, "a") == "stored"
     shutil.rmtree(base)

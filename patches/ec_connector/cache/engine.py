@@ -225,7 +225,7 @@ class ECCacheEngine:
         if known is None or known[0] != generation:
             digest = self.identity.namespace_digest(self.config.namespace, self.config.salt, self._dtype, generation)
             self._namespace_digest = known = (generation, digest)
-        return Key(mm_hash, data, stable_u64(mm_hash), self._dtype, known[1], shared=not generation)
+        return Key(data, stable_u64(mm_hash), self._dtype, known[1], shared=not generation)
 
     def _generation(self) -> str | None:
         """The present generation; ``None`` while it cannot be told, and then nothing is served."""

@@ -53,12 +53,7 @@ class ModelIdentity:
         """The weights are unknown, and so is what would tell this run's processes from other runs'."""
         return self.weights == THIS_RUN
 
-    @property
-    def fingerprint(self) -> str:
-        """Hexadecimal digest of all that is known about the model."""
-        return self.namespace_digest("", "", "", "").hex()
-
-    def namespace_digest(self, namespace: str, salt: str, dtype: str, generation: str) -> bytes:
+    def namespace_digest(self, namespace: str = "", salt: str = "", dtype: str = "", generation: str = "") -> bytes:
         """32 bytes that entries of this model, namespace, salt, key dtype and generation carry, and no other entry."""
         if namespace:
             source = {"namespace": namespace}

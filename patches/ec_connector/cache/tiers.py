@@ -63,7 +63,7 @@ class Tiers:
         """Make the tiers that ``config`` asks for. A folder that cannot be made now is tried again at each store."""
         local = []
         if config.disk_path:
-            store = FileStore("disk", config.disk_path, config.disk_bytes, touch_seconds=config.touch_seconds)
+            store = FileStore(config.disk_path, config.disk_bytes, touch_seconds=config.touch_seconds)
             local.append(FileTier(f"disk {config.disk_path}", store))
         limit = max(0, config.cpu_bytes - config.staging)
         room = run_folder.room()
@@ -77,7 +77,7 @@ class Tiers:
                     limit / GIB,
                 )
             limit = room
-        memory = FileStore("memory", run_folder.path, limit, touch_seconds=0.0, spare=limit // 4)
+        memory = FileStore(run_folder.path, limit, touch_seconds=0.0, spare=limit // 4)
         local.append(FileTier("shared CPU memory", memory, private=True))
         for tier in local:
             try:

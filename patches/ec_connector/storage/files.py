@@ -74,20 +74,18 @@ class OpenEntry:
 class FileStore:
     """Entries in the files of one :class:`Folder`. Thread-safe and process-safe.
 
-    ``name`` is for messages, ``spare`` as for :class:`Folder`. Methods raise ``OSError`` for trouble with the storage;
-    a caller decides what that means.
+    ``base``, ``limit`` and ``spare`` are as for :class:`Folder`. Methods raise ``OSError`` for trouble with the
+    storage; a caller decides what that means.
     """
 
     def __init__(
         self,
-        name: str,
         base: str,
         limit: int | None,
         *,
         touch_seconds: float = 10.0,
         spare: int = 0,
     ) -> None:
-        self.name = name
         self.folder = Folder(base, limit, spare=spare)
         self.limit = limit
         self._touch_seconds = touch_seconds

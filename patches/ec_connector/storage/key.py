@@ -62,7 +62,6 @@ class Key:
     generation. ``shared`` is false in a generation of one run, whose entries mean nothing to other hosts.
     """
 
-    mm_hash: str
     id_bytes: bytes
     chunk_hash: int
     dtype: str

@@ -20,7 +20,7 @@ class SharedFolder:
     """A :class:`~.remote.Remote` in files."""
 
     def __init__(self, path: str, touch_seconds: float) -> None:
-        self._store = FileStore("shared folder", path, None, touch_seconds=touch_seconds)
+        self._store = FileStore(path, None, touch_seconds=touch_seconds)
 
     def connect(self) -> None:
         """Make the folder where missing."""
