@@ -101,8 +101,9 @@ def run(text: str, wanted: dict[str, set[str] | None], namespace: dict[str, Any]
 def text_of(distribution: str, number: str, *modules: str) -> str:
     release = releases.fetch(distribution, number)
     for module in modules:
-        text = release.text(module)
-        if (text is not None and "MemorySnapshot" in text) or (text is not None and len(modules) == 1):
+        found = release.text(module)
+        text = "" if found is None or found.data is None else found.data.decode()
+        if "MemorySnapshot" in text or (text and len(modules) == 1):
             return text
     raise AssertionError(f"{distribution} {number} has none of {modules}")
 
