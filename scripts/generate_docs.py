@@ -78,8 +78,8 @@ def first_flags(rows: Sequence[flags.Flag]) -> str:
     for flag in (by_name[flags.SWITCH.name + ending] for ending in FIRST):
         lines.append(f"| `{flag.name}` | {flags_table.default(flag)} | {flag.help} |")
     lines.append(
-        "| `LMCACHE_EC_LOCAL_DISK` | unset | Folder of the encoder cache's entries. Unset: they are in shared memory, which "
-        "ends with the engine. |"
+        "| `LMCACHE_EC_LOCAL_DISK` | unset | Folder of the encoder cache's entries. Unset: they are in shared memory, "
+        "which ends with the engine. |"
     )
     return "\n".join(lines)
 
