@@ -206,9 +206,11 @@ def folders(parent: str, start: str) -> list[str]:
     found = []
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for one in entries:
+            if not one.name.startswith(start):
+                continue
             with contextlib.suppress(OSError):
                 about = one.stat(follow_symlinks=False)
-                if one.name.startswith(start) and stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid():
+                if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid():
                     found.append(one.path)
     return found
 
