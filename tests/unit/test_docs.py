@@ -64,6 +64,17 @@ def test_the_navigation_lists_every_page_once() -> None:
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_the_architecture_names_what_exists() -> None:
+    """Its text, and the pictures that scripts/draw_ways.py draws."""
+    names = re.findall(
+        r"`((?:vllm_omni_patch|patches|tests|scripts|docs)/[\w./-]*)", (ROOT / "docs/architecture.md").read_text()
+    )
+    for picture in ("target", "put_get", "budget", "number"):
+        names += re.findall(r"monospace[^>]*>([^<]+)<", (ROOT / f"docs/images/way_{picture}.svg").read_text())
+    assert len(names) > 50
+    assert [name for name in names if not list(ROOT.glob(name))] == []
+
+
 def test_no_two_test_modules_share_a_name() -> None:
     """Both folders are collected in one session, and helpers are imported by bare name."""
     names = [path.name for path in (ROOT / "tests").glob("*/*.py")]
