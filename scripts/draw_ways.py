@@ -47,8 +47,8 @@ WAYS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "budget": (
         "A KV cache budget: from vLLM's number to the report",
         [
-            ("Wrap determine_available_memory (GPU, CPU, XPU)", f"{MEMORY}/hooks.py"),
-            ("The same for Neuron", f"{MEMORY}/neuron/hooks.py"),
+            ("Wrap determine_available_memory", f"{MEMORY}/hooks.py"),
+            ("The same, on Neuron", f"{MEMORY}/neuron/hooks.py"),
             ("Watch vLLM's profiling run", f"{MEMORY}/gpu/profiling.py"),
             ("Decide, with the process policy", f"{MEMORY}/gpu/budget.py"),
             ("Decide, on Neuron", f"{MEMORY}/neuron/kv_budget.py"),
