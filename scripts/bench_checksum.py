@@ -4,9 +4,8 @@
 
     python scripts/bench_checksum.py [--mib 0.5 8 32 128] [--reps 12]
 
-A load reads a file in the page cache into fresh memory, in pieces, and sums each piece while a processor cache holds
-it. Times are medians of the thread's CPU time; ratios are to a copy into memory that is mapped (``sum``) and to a clone
-into fresh memory (``load``, every result of a repetition kept). BLAKE3 is measured where it is installed (vLLM brings
+A load reads a file from the page cache into fresh memory in pieces, and sums each piece while it is in a CPU cache. Times are medians of the thread's CPU time; ratios are to a copy into mapped memory (``sum``) and to a clone
+into fresh memory (``load``, every result of a repetition kept). BLAKE3 is measured if it is installed (vLLM installs
 it).
 """
 

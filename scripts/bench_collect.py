@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of the walk over a model of 100,000 modules, beside ``named_modules()`` over the same model.
+"""Measure the walk over a model of 100,000 modules, and ``named_modules()`` on the same model.
 
     python scripts/bench_collect.py [--modules 100000] [--rounds 5]
 
-Prints the best of the rounds for both and their ratio; fails when the walk needs more than ``--limit`` seconds.
+Prints the fastest round of both and their ratio. Exit status 1 if the walk takes longer than ``--limit`` seconds.
 """
 
 from __future__ import annotations

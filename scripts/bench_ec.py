@@ -4,22 +4,22 @@
 
     python scripts/bench_ec.py [--mib 1 8 32] [--reps 20] [--disk DIR] [--shm DIR] [--remote URL ...] [--json FILE]
 
-All rows of a size are measured in turn within each repetition, in an order that changes, and reported as medians of
+All rows of a size are measured in each repetition, in varying order, and reported as medians of
 wall time and of the calling thread's CPU time (which a busy machine disturbs less), with ratios to ``memcpy`` (into
-memory that is mapped) or, for loads, to ``clone`` (into fresh memory: the clones of a repetition are all kept, so that
-no allocator can hand out pages that are mapped already; our loads are kept in the same way).
+mapped memory) or, for loads, to ``clone`` (into fresh memory: all clones of a repetition are kept, so
+the allocator cannot return pages that are already mapped; loads are kept in the same way).
 
     memcpy              dst.copy_(src)
     clone fresh         src.clone(), every result kept
     clone               src.clone(), the result dropped (the allocator may reuse its pages)
-    put                 ECCacheEngine.put: what the model thread pays (the writer is idle when it is called)
+    put                 ECCacheEngine.put: cost on the model thread (the writer is idle when it is called)
     put + flush         until the entry can be found by another process
     get fresh, get      ECCacheEngine.get, results kept and dropped; shm: shared memory, disk: a folder (page cache)
-    contains            ECCacheEngine.contains of a stored entry, and of one that is not
+    contains            ECCacheEngine.contains of a stored entry, and of a missing one
     safetensors         save_file, load_file + copy
     upstream            lmcache.v1.ec_engine: put, and StorageManager.get over fs:// (its own get never reads storage)
 
-Exit status 1 when a target is missed in wall time: put at most 1.5 x memcpy, get from the page cache (disk) at most
+Exit status 1 if wall time misses a target: put at most 1.5 x memcpy, get from the page cache (disk) at most
 1.5 x clone fresh, at 8 and 32 MiB; a full pool of 0.5 GiB at most 64 MiB more in scheduler and worker together; an
 engine built within 0.5 s.
 """
@@ -108,7 +108,7 @@ def upstream(folder: str) -> Iterator[Any]:
         )  # fmt: skip
         engine = Upstream(load_ec_engine_config(base_config=base), metadata, torch.bfloat16)
     except ImportError as error:
-        print(f"upstream's engine is left out: {error}")
+        print(f"LMCache's own engine is not measured: {error}")
         yield None
         return
     try:
@@ -128,7 +128,7 @@ def measure_upstream(timer: Timer, engine: Any, name: str, source: torch.Tensor)
     manager.storage_backends["LocalCPUBackend"].remove(key)
     obj = timer("upstream get (fs)", lambda: manager.get(key))
     if obj is None or not torch.equal(obj.tensor, source):
-        raise SystemExit("upstream's StorageManager returned something else")
+        raise SystemExit("LMCache's StorageManager returned other data")
     obj.ref_count_down()
     manager.storage_backends["LocalCPUBackend"].remove(key)
 
@@ -162,7 +162,7 @@ def measure_engine(
     timer.note(f"put + flush ({place})", time.perf_counter() - began, 0.0)
     found = timer(f"get ({place})", lambda: engine.get(name, "cpu"))
     if found is None or not torch.equal(found, source):
-        raise SystemExit(f"{place} returned something else")
+        raise SystemExit(f"the engine on {place} returned other data")
     timer(f"contains ({place})", lambda: engine.contains(name))
     timer(f"contains, absent ({place})", lambda: engine.contains(name + "-absent"))
 
@@ -309,9 +309,9 @@ def main() -> int:
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--reps", type=int, default=20)
     parser.add_argument("--shm", default="/dev/shm")
-    parser.add_argument("--disk", default=None, help="a folder on a disk; default: where temporary files go")
+    parser.add_argument("--disk", default=None, help="a folder on a disk; default: the temporary folder")
     parser.add_argument("--remote", nargs="*", default=[], help="URLs of remote backends to measure too")
-    parser.add_argument("--no-upstream", action="store_true", help="leave LMCache's own engine out")
+    parser.add_argument("--no-upstream", action="store_true", help="do not measure LMCache's own engine")
     parser.add_argument("--json", help="write all samples to this file")
     args = parser.parse_args()
     missed = memory_part(args.shm) + engine_part(args)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hit costs a request, through a real vLLM: no cache, vLLM's connectors, LMCache's own engine, ours.
+"""Measure the cost of a hit per request in a real vLLM: no cache, vLLM's connectors, LMCache's own engine, ours.
 
     python scripts/bench_ec_vllm.py [--images 40] [--restarts 3] [--rounds 4]
 
-All engines of the comparison run at the same time and are asked in turn, in short blocks whose order changes, because
-a machine's speed drifts from second to second. Before each block comes a pause: a vLLM worker spins for a second after
-its last step, and on few cores the engines would otherwise measure each other's spinning. Printed are medians of a
-request's time in ms and their ratio to vLLM's ``ECExampleConnector``:
+All engines run at the same time and are measured in turn, in short blocks of varying order, because the speed of a
+machine changes from second to second. There is a pause before each block: a vLLM worker spins for a second after
+its last step, and on few cores that would slow down the next engine. The script prints the median
+time of a request in ms and their ratio to vLLM's ``ECExampleConnector``:
 
-* ``after restart``: images that were stored by an engine that has ended, each asked once of each of several fresh
-  engines, because two engines of one kind already differ by some percent, for as long as they live;
-* ``steady``: images that were asked before and have left vLLM's own cache, which holds two of them here;
-* ``CPU``: processor time of all processes of the engine per steady request, with what its worker spins after a block.
+* ``after restart``: images that an engine stored before it ended, each requested once from each of several new
+  engines, because two engines of the same kind differ by a few percent for as long as they run;
+* ``steady``: images that were requested before and are no longer in vLLM's own cache, which holds two here;
+* ``CPU``: CPU time of all processes of the engine per steady request, including its worker's spinning after a block.
 
-LMCache's engine sits behind the thinnest class that makes it a connector, with its storage on ``fs://``. Its engine
-ends at the first hit after a restart (it never reads a backend), so its first column is what happened then.
-``ECCPUConnector`` needs vLLM's V2 model runner; where that does not start on this machine, its row says why.
+LMCache's engine is wrapped in a minimal connector class, with its storage on ``fs://``. vLLM stops
+at its first hit after a restart (it never reads a backend), so its first column says what happened.
+``ECCPUConnector`` needs vLLM's V2 model runner. If that does not start on this machine, its row says why.
 """
 
 from __future__ import annotations

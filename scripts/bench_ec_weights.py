@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to look at the encoder's weights in a step that loads or stores, beside a put and a get of 8 MiB.
+"""Measure a check of the encoder's weights in a step that loads or stores, and a put and a get of 8 MiB.
 
     python scripts/bench_ec_weights.py [--layers 24 48] [--width 1024] [--mib 8] [--reps 40] [--device cuda]
 
-Vision towers with 16 parameters a layer, in bfloat16, filled so that every page is there. All rows are measured in turn
-within each repetition, in an order that changes; printed are medians and ratios to ``get (shm)``, of the calling
-thread's processor time (which a busy machine disturbs less), with a device of the wall time:
+The models are vision towers with 16 parameters per layer, in bfloat16, with every page written. All rows are measured
+in each repetition, in varying order. The script prints medians and ratios to ``get (shm)`` of the calling
+thread's CPU time (which a busy machine disturbs less), or of the wall time with a device:
 
-    memcpy          dst.copy_(src), where the tower lies
-    put, get (shm)  the encoder cache engine on shared memory; a get brings the output to the device
-    look            one look at unchanged weights; with --device cuda it waits for the device, as it does in a step
-    look, moved     the same when every parameter has got other memory since
-    list anew       naming the parameters of the model alone, which a look does too, in a faster way
+    memcpy          dst.copy_(src), on the tower's device
+    put, get (shm)  the encoder cache engine on shared memory; a get copies the output to the device
+    look            one check of unchanged weights; with --device cuda it waits for the device, as in a step
+    look, moved     the same after every parameter moved to other memory
+    list anew       only listing the model's parameters; a check does this too, in a faster way
 """
 
 from __future__ import annotations

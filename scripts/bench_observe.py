@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of the observation on a generate loop of a small transformers model, measured side by side in one run.
+"""Measure the cost of observation on a generate loop of a small transformers model, side by side in one run.
 
     python scripts/bench_observe.py [--rounds 100] [--tokens 32] [--limit 1.02]
 
-Rounds with and without observation alternate, and which of the two comes first alternates too, so that a change of the
-machine's speed hits both. Printed are the ratios of the quiet rounds and of the medians, the CPU time that was spent
-inside the observation (which a busy machine does not blur), and the plain cost of making and dropping a cache. The exit
-code is 1 when both ratios, or that share by itself, are above ``--limit``.
+Rounds with and without observation alternate, and so does which of the two is first, so a change of the
+machine's speed affects both. The script prints the ratios of the quiet rounds and of the medians, the CPU time spent
+inside the observation (which a busy machine does not affect), and the cost of creating and dropping a cache. Exit
+status 1 if both ratios, or that share alone, are above ``--limit``.
 """
 
 from __future__ import annotations

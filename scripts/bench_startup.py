@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the package costs at interpreter start and at ``import vllm``: CPU time of fresh processes, side by side.
+"""Measure the package at interpreter start and at ``import vllm``: CPU time of fresh processes, side by side.
 
     python scripts/bench_startup.py [--python PATH] [--rounds N] [--vllm-rounds N] [--json]
 
-Every case runs once in each round, in shuffled order, so that whatever else the machine does falls on all of them
-alike. CPU time is user plus system time of the process and of the children that it waited for, as the kernel accounts
-it (``wait4``). The figures are medians, and medians of the difference to the reference case of the same round.
+Every case runs once in each round, in shuffled order, so other load on the machine affects all of them equally.
+CPU time is user plus system time of the process and of the children that it waited for (``wait4``).
+The figures are medians, and medians of the difference to the reference case of the same round.
 
 Cases: a bare interpreter (the same environment without this package), installed with the flag off, flag on and no vLLM,
-``import vllm`` with the flag off and with every patch on, and autowrapt off and on where the Python has it.
+``import vllm`` with the flag off and with every patch on, and autowrapt off and on if it is installed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ AUTOWRAPT = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--python", default=sys.executable, help="the Python to measure; this package is installed there"
+        "--python", default=sys.executable, help="the Python to measure; this package must be installed there"
     )
     parser.add_argument("--rounds", type=int, default=40, help="fresh processes for each case without vLLM (>= 40)")
     parser.add_argument(

@@ -5,10 +5,10 @@
     python scripts/check_families.py --write docs/data/families.json    # every release
     python scripts/check_families.py --releases 0.30.0,0.28.0 --environments FOLDER
 
-0.30 and 0.28 get a virtual environment of their own (about 3 GB each). Older releases are not installed: their packages
-and those of their vLLM are unpacked and put first on the path of the 0.28 environment, the oldest with the transformers
-of their time. What exists in FOLDER is used again. Each release runs ``tests/live/test_families_*.py``; the pairs of
-declared and measured bytes that the tests compared are written as data for the docs.
+0.30 and 0.28 each get a virtual environment (about 3 GB). Older releases are not installed: their packages
+and those of their vLLM are unpacked and put first on the path of the 0.28 environment, the oldest with a transformers
+release of that time. What exists in FOLDER is reused. Each release runs ``tests/live/test_families_*.py``. The
+declared and measured bytes that the tests compare are written as data for the docs.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ OLD_TRANSFORMERS = (
 def main() -> int:
     """Returns 0 when every release passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=Path, default=ROOT / ".cache" / "families", help="where they are kept")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".cache" / "families", help="folder of the environments"
+    )
     parser.add_argument(
         "--releases", default=",".join(INSTALLED + UNPACKED), help="vLLM-Omni releases, comma-separated"
     )
-    parser.add_argument("--write", type=Path, help="put the results into this JSON file")
+    parser.add_argument("--write", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     results = []
     for release in options.releases.split(","):

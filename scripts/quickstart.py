@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The main job, end to end: one vLLM command on a tiny model, with ``VLLM_OMNI_PATCH`` off and on.
+"""The quickstart, end to end: one vLLM command on a tiny model, with ``VLLM_OMNI_PATCH`` off and on.
 
-Called by quickstart.sh. Exits 0 and prints ``quickstart: ok`` only when the patched server answered exactly as the
-stock one and served the image from the cache after a restart.
+Called by quickstart.sh. Exits 0 and prints ``quickstart: ok`` only if the patched server gives the same answer as the
+stock one and serves the image from the cache after a restart.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(folder: Path) -> None:
     Raises:
         SystemExit: the patched server answered differently, or the second one did not hit.
     """
-    # A vision tower large enough for the cost of encoding to be seen: 577 patches through 12 layers.
+    # A vision tower large enough to show the cost of encoding: 577 patches through 12 layers.
     model = tiny_model.make(str(folder / "model"), vision_layers=12, vision_width=256, image_size=336)
     reports, cache = folder / "reports", folder / "cache"
     settings = {"VLLM_OMNI_PATCH_REPORT_DIR": str(reports), "LMCACHE_EC_LOCAL_DISK": str(cache)}
@@ -61,7 +61,7 @@ def run(folder: Path) -> None:
     print(f"\n[1] flag off:  {command}")
     print(f"    vLLM stops: {refusal(model, folder)}")
 
-    print("\n[2] flag off, without that option: the stock answer and what encoding costs")
+    print("\n[2] flag off, without that option: the stock answer, and the time with encoding")
     with engine_process.Server(model, str(folder), name="stock", arguments=arguments()) as server:
         server.image(WARM_UP)
         stock = server.image(IMAGE)
@@ -82,7 +82,7 @@ def run(folder: Path) -> None:
         status(reports)
     show("image request, after the restart", again)
 
-    print(f"\nencoder-cache hits after the restart: {hits:g}")
+    print(f"\nencoder cache hits after the restart: {hits:g}")
     print(f"request times: stock {stock.seconds * 1000:.0f} ms, hit after restart {again.seconds * 1000:.0f} ms")
     if not (stock.same(first, 1e-5) and stock.same(again, 1e-5)):
         sys.exit(f"the answers differ: stock {stock}, first {first}, after the restart {again}")
@@ -91,7 +91,7 @@ def run(folder: Path) -> None:
 
 
 def do_without_a_compiler() -> None:
-    """vLLM compiles a few operations while it serves; where nothing can compile, they run as they are."""
+    """vLLM compiles a few operations while it serves; without a compiler, turn compilation off."""
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(os.environ.get("CXX", "g++")) is None or not headers.exists():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -109,21 +109,21 @@ def patched(model: str, folder: Path, settings: dict[str, str], name: str) -> en
 
 
 def wait_until_stored(server: engine_process.Server, outputs: int, seconds: float = 20) -> None:
-    """Outputs are written behind the answer, and vLLM kills its workers at the end without waiting for them."""
+    """Outputs are stored after the answer, and vLLM kills its workers at the end without waiting for that."""
     deadline = time.monotonic() + seconds
     while metric(server.get("/metrics"), "vllm_omni_patch_ec_stored_total") < outputs and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
 def refusal(model: str, folder: Path) -> str:
-    """What the unpatched vLLM says to the same command."""
+    """The error of stock vLLM for the same command."""
     try:
         engine_process.Server(model, str(folder), name="refused", ec=EC, arguments=arguments()).stop()
     except RuntimeError:
         log = next(folder.glob("refused-*.log")).read_text(errors="replace")
         found = re.findall(r"\w+Error: .*LMCacheECConnector.*", log)
         return found[0] if found else f"(its log is {folder}/refused-*.log)"
-    sys.exit("the unpatched vLLM knows LMCacheECConnector already: this release does not need the patch")
+    sys.exit("stock vLLM already has LMCacheECConnector: this release does not need the patch")
 
 
 def status(reports: Path) -> None:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the benchmark scripts one after the other and writes what they print, with date and versions, to the docs.
+"""Run the benchmark scripts one after the other and write their output, with date and versions, to the docs.
 
     python scripts/update_benchmarks.py                     # all of them, about 40 minutes on two quiet cores
-    python scripts/update_benchmarks.py startup ec          # some; the others keep their section
+    python scripts/update_benchmarks.py startup ec          # only these; the other sections stay
 
-Each script measures its rows side by side in one run and prints ratios; this one adds nothing to them. Its exit status
-is not taken as a verdict here: a missed target is printed by the script itself and stands in the page as it came.
+Each script measures its rows side by side in one run and prints ratios; the output is copied unchanged. A script's
+exit status is ignored: it prints missed targets itself, and they are shown on the page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}; default: all")
     names = parser.parse_args().names or list(RUNS)
     if unknown := [name for name in names if name not in RUNS]:
-        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(RUNS)}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; use {', '.join(RUNS)}")
     page = PAGE.read_text()
     for name in names:
         _, command = RUNS[name]
@@ -81,7 +81,7 @@ def put(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- {name}: written by scripts/update_benchmarks.py -->", f"<!-- {name}: end -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
     if not pattern.search(page):
-        sys.exit(f"{PAGE} has no place for {name}: {begin} … {end}")
+        sys.exit(f"{PAGE} lacks the markers of {name}: {begin} … {end}")
     return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page)
 
 

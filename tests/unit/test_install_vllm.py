@@ -97,5 +97,5 @@ def test_the_release_follows_from_the_python(script: ModuleType, public: Index) 
 
 
 def test_too_small_a_disk_is_told_before_the_download(script: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="GB free, and about 1000000 GB are needed"):
+    with pytest.raises(SystemExit, match="GB free; about 1000000 GB are needed"):
         script.require_space(1_000_000)

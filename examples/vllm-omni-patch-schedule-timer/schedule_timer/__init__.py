@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the patch ``schedule_timer``. Imports data classes only: the code in ``hooks`` is loaded when vLLM is."""
+"""Declares the patch ``schedule_timer``. Imports data classes only; ``hooks`` is imported after vLLM."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapper around ``Scheduler.schedule``. Whatever goes wrong in it, vLLM's own result is returned."""
+"""The wrapper around ``Scheduler.schedule``. Its own errors are logged, and vLLM's result is returned."""
 
 import time
 
