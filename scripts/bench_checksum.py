@@ -4,9 +4,9 @@
 
     python scripts/bench_checksum.py [--mib 0.5 8 32 128] [--reps 12]
 
-A load reads a file from the page cache into fresh memory in pieces, and sums each piece while it is in a CPU cache. Times are medians of the thread's CPU time; ratios are to a copy into mapped memory (``sum``) and to a clone
-into fresh memory (``load``, every result of a repetition kept). BLAKE3 is measured if it is installed (vLLM installs
-it).
+A load reads a file from the page cache into fresh memory in pieces, and sums each piece while it is in a CPU cache.
+Times are medians of the thread's CPU time. Ratios are to a copy into mapped memory (``sum``) and to a clone into fresh
+memory (``load``, every result of a repetition kept). BLAKE3 is measured if it is installed (vLLM installs it).
 """
 
 from __future__ import annotations

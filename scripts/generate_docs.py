@@ -144,14 +144,14 @@ def metrics() -> str:
     from vllm_omni_patch.patches.available_memory.report import report
     from vllm_omni_patch.patches.ec_connector import stats
 
-    worker = "each worker: one sample for each"
+    worker = "each worker, one sample each"
     rows = [
         (
             "info",
             "gauge",
             "patch, target, state, vllm_version",
             "1 for each target, with its state as a label.",
-            "all processes together: each state once",
+            "all processes together, each state once",
         ),
         *((f"ec_{name}_total", "counter", "", text, stats.WHO[name]) for name, text in stats.HELP.items()),
         *(

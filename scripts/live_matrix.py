@@ -6,9 +6,9 @@
     python scripts/live_matrix.py 0.24.0          # another release
     python scripts/live_matrix.py --list
 
-For each release, the script creates or reuses a virtual environment under ``--venvs``, installs this package and LMCache,
-and boots five engines one after the other: the OpenAI server stock, patched, and patched again after
-a restart; ``LLM()`` stock and patched. An error that stops a release is recorded in its row. Nothing is left running.
+For each release, the script creates or reuses a virtual environment under ``--venvs``, installs this package and
+LMCache, and boots five engines one after the other: the OpenAI server stock, patched, and patched again after a
+restart; ``LLM()`` stock and patched. An error that stops a release is recorded in its row. Nothing is left running.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ _forks = 0
 
 HELP = {
     "hits": "Encoder outputs loaded from the encoder cache.",
-    "misses": "Encoder outputs that were to be loaded and not found usable.",
+    "misses": "Encoder outputs that were promised and had no usable entry.",
     "stored": "Encoder outputs published in a tier of the encoder cache.",
-    "duplicates": "Stores left out because the entry was there already, or was being written.",
+    "duplicates": "Stores skipped because the entry existed or was being written.",
     "dropped": "Encoder outputs that were not stored: declined, queue full, too large, or the storage failed.",
     "bad_entries": "Stored entries found damaged or incomplete: removed or, where that fails, no longer offered.",
-    "read_failures": "Lookups and loads for which the disk or shared memory could not be read.",
-    "errors": "Lookups, loads and stores that ended in an error of another kind.",
+    "read_failures": "Lookups and loads that could not read the disk or shared memory.",
+    "errors": "Lookups, loads and stores that failed with an unexpected error.",
     "fallbacks": "Promised encoder outputs that were encoded again because they could not be loaded.",
     "lookups": "Lookups by the scheduler.",
     "lookup_hits": "Lookups by the scheduler that found an entry.",
@@ -36,7 +36,7 @@ HELP = {
 # so that a sum over processes is the engine's number, and over engines the deployment's.
 ALIKE = ("hits", "misses", "fallbacks", "bytes_loaded", "load_seconds")
 _SCHEDULER, _FIRST = "each engine's scheduler", "each engine's first rank, for all its ranks"
-_EACH = "every process by itself: each one tries"
+_EACH = "each process"
 WHO = {
     **dict.fromkeys(HELP, _FIRST),  # the first rank alone stores
     **dict.fromkeys(("lookups", "lookup_hits"), _SCHEDULER),
