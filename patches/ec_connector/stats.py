@@ -17,7 +17,7 @@ _forks = 0
 
 HELP = {
     "hits": "Encoder outputs loaded from the encoder cache.",
-    "misses": "Encoder outputs that were promised and had no usable entry.",
+    "misses": "Loads that found no usable entry.",
     "stored": "Encoder outputs published in a tier of the encoder cache.",
     "duplicates": "Stores skipped because the entry existed or was being written.",
     "dropped": "Encoder outputs that were not stored: declined, queue full, too large, or the storage failed.",
