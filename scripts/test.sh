@@ -14,11 +14,11 @@ bin="$VENV/bin"
 unset VLLM_OMNI_PATCH VLLM_OMNI_PATCH_STRICT VLLM_OMNI_PATCH_REPORT_DIR
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 
-# vLLM imports Ray wherever it can, so it lies beside the environment, for the slow tests. vLLM brings what else it needs.
+# vLLM imports Ray if it can, so Ray is installed beside the environment, for the slow tests. vLLM installs its other needs.
 if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -d "$VENV/ray-for-tests/ray" ]; then
     say "installing Ray beside the environment for its tests (about 250 MB on disk)"
     "$bin/python" -m pip install --quiet --no-deps --target "$VENV/ray-for-tests" ray==2.60.0 msgpack==1.2.4 \
-        || echo "no Ray to be had: its tests are skipped"
+        || echo "cannot install Ray: its tests are skipped"
 fi
 
 case "${1:-all}" in
@@ -30,7 +30,7 @@ esac
 # The encoder-cache tests talk to a real Redis server where there is one.
 if [ "${1:-all}" = all ] && ! command -v redis-server >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing redis-server for the remote-storage tests"
-    { apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "no redis-server to be had: those tests are skipped"
+    { apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "cannot install redis-server: its tests are skipped"
 fi
 
 # Tracers, which bring a wrapt of their own, lie beside the environment, and so does Triton: vLLM behaves otherwise where
@@ -39,12 +39,12 @@ if [ "${1:-all}" = all ] && [ ! -d "$VENV/neighbours-for-tests/ddtrace" ]; then
     say "installing OpenTelemetry's and Datadog's tracers beside the environment (50 MB on disk)"
     "$bin/python" -m pip install -qq --target "$VENV/neighbours-for-tests" --no-warn-conflicts ddtrace==4.16.0 \
         opentelemetry-distro==0.61b0 opentelemetry-instrumentation-fastapi==0.61b0 \
-        || echo "no tracers to be had: the tests with them are skipped"
+        || echo "cannot install tracers: their tests are skipped"
 fi
 if [ "${1:-all}" = all ] && [ ! -d "$VENV/triton-for-tests/triton" ]; then
     say "installing Triton beside the environment for the V2 runner's tests (about 1 GB on disk)"
     "$bin/python" -m pip install --quiet --no-deps --target "$VENV/triton-for-tests" triton==3.9.0 \
-        || echo "no Triton to be had: the tests of the V2 runner are skipped"
+        || echo "cannot install Triton: the tests of the V2 runner are skipped"
 fi
 
 say "style and types"

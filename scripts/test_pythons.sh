@@ -17,7 +17,7 @@ if [ "${#pythons[@]}" -eq 0 ]; then
         for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python; do
             if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then pythons+=("$candidate"); continue 2; fi
         done
-        echo "no Python 3.$minor with venv and pip here"
+        echo "no Python 3.$minor with venv and pip found"
     done
 fi
 [ "${#pythons[@]}" -gt 0 ] || die "no Python found"
