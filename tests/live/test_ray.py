@@ -72,6 +72,7 @@ def test_workers_are_patched_and_counted(tmp_path: Path, nodes: str | None, rank
         workers = [one for one in facts["processes"] if one["role"] == "ray worker"]
         assert facts["mismatches"] == [] and len(workers) == ranks
         assert len({one["process"]["run"] for one in facts["processes"]}) == 1
+        assert len({one["ppid"] for one in workers}) == ranks, "each node's raylet has started one"
         for one in workers:
             assert any(target.endswith("determine_available_memory") for target in called(one))
             assert one["process"]["activation_path"] == ("startup file" if nodes else "plugin")

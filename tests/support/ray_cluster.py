@@ -56,7 +56,7 @@ def variables(folder: str) -> dict[str, str]:
 
 
 class Cluster:
-    """Two nodes with two made-up GPUs each, whose processes have the variables ``env``. Use it in a ``with``."""
+    """Two nodes with one made-up GPU each, whose processes have the variables ``env``. Use it in a ``with``."""
 
     def __init__(self, folder: str, env: Mapping[str, str], name: str = "cluster") -> None:
         from support.engine_process import Group
@@ -84,7 +84,7 @@ class Cluster:
 def _serve(ready: str) -> None:
     from ray.cluster_utils import Cluster as Nodes
 
-    common: dict[str, Any] = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
+    common: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}
     nodes = Nodes()
     nodes.add_node(**common)
     # vLLM's first Ray executor wants an address of its own for each node.
