@@ -160,7 +160,7 @@ def test_swapped_weights_are_another_model(folder: Path, reference: dict[int, An
 
 
 def test_two_ranks(folder: Path, model: str) -> None:
-    """One rank loses what the other has: both encode, nobody waits for ever, and the answers stay the same."""
+    """One rank loses what the other has: both encode, nobody deadlocks, and the answers stay the same."""
     env = {"LMCACHE_EC_LOCAL_DISK": str(folder / "ranks"), **ec_faults.prepare(str(folder / "rank-faults"))}
     with engine(model, folder, env=env, arguments=("--tensor-parallel-size", "2"), name="ranks") as server:
         first = {seed: server.image(seed, timeout=60) for seed in IMAGES}

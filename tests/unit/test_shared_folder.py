@@ -243,7 +243,7 @@ def test_no_folder_can_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_whoever_is_killed_while_removing_leaves_the_rest_to_others(path: str, join: Any, kept: bool) -> None:
-    """The file with the lock goes last: a folder without it would belong to nobody for ever."""
+    """The file with the lock goes last: a folder without it would belong to nobody forever."""
     process = join("killed half-way", *([] if kept else ["no keeper"]))
     os.makedirs(os.path.join(path, "inner", "deep"))
     for name in ("inner/entry", "a", "zz"):
