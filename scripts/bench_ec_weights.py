@@ -10,9 +10,9 @@ thread's CPU time (which a busy machine disturbs less), or of the wall time with
 
     memcpy          dst.copy_(src), on the tower's device
     put, get (shm)  the encoder cache engine on shared memory; a get copies the output to the device
-    look            one check of unchanged weights; with --device cuda it waits for the device, as in a step
-    look, moved     the same after every parameter moved to other memory
-    list anew       only listing the model's parameters; a check does this too, in a faster way
+    check           one check of unchanged weights; with --device cuda it waits for the device, as in a step
+    check, moved    the same after every parameter moved to other memory
+    list parameters only listing the model's parameters; a check does this too, in a faster way
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def measure(layers: int, args: argparse.Namespace) -> None:
                 times.clear()  # the first only warm up
             name = f"item-{rep}"
             rows: list[Callable[[], None]] = [
-                lambda: timed("look", watch.changed, False),
+                lambda: timed("check", watch.changed, False),
                 lambda: timed("memcpy", lambda: target.copy_(output)),
-                lambda: timed("list anew", lambda: list(model.parameters())),
+                lambda: timed("list parameters", lambda: list(model.parameters())),
             ]
             for row in rows[rep % 3 :] + rows[: rep % 3]:
                 row()
@@ -92,17 +92,17 @@ def measure(layers: int, args: argparse.Namespace) -> None:
             engine.flush(60)
             timed("get (shm)", lambda name=name: engine.get(name, args.device))  # type: ignore[misc]
             engine.discard(name)
-            timed("look", watch.changed, False)
+            timed("check", watch.changed, False)
             if rep % 8 == 0:
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
-                timed("look, moved", watch.changed, False)
+                timed("check, moved", watch.changed, False)
         engine.close()
     base = statistics.median(times["get (shm)"])
     print(f"{len(parameters)} parameters, {mib:.0f} MiB, on {args.device}; an output of {args.mib} MiB")
-    for name in ("memcpy", "put (shm)", "get (shm)", "look", "look, moved", "list anew"):
+    for name in ("memcpy", "put (shm)", "get (shm)", "check", "check, moved", "list parameters"):
         median = statistics.median(times[name])
-        print(f"  {name:12s} {1e6 * median:9.0f} us  {median / base:6.2f} x get")
+        print(f"  {name:15s} {1e6 * median:9.0f} us  {median / base:6.2f} x get")
 
 
 def main() -> None:
