@@ -20,6 +20,10 @@ if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -d "$VENV/ray-for-tests/ray" ]; then
     "$bin/python" -m pip install --quiet --no-deps --target "$VENV/ray-for-tests" ray==2.60.0 msgpack==1.2.4 \
         || echo "cannot install Ray: its tests are skipped"
 fi
+if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -f "$VENV/proxy-for-tests/disagg_epd_proxy.py" ]; then
+    say "fetching vLLM's example proxy and torchvision beside the environment for their tests (30 MB)"
+    "$bin/python" tests/support/epd_proxy.py || echo "cannot fetch them: their tests are skipped"
+fi
 
 case "${1:-all}" in
     -*) exec "$bin/python" -m pytest "$@" ;;

@@ -335,6 +335,37 @@ def test_content_hashes_do_not_depend_on_the_road_to_the_weights(make: Make, mod
     assert hashes[0] == hashes[1] and len({stock, *hashes}) == 3
 
 
+def test_a_producers_step_ends_when_its_outputs_are_stored(worker: Any, tmp_path: Path) -> None:
+    """A proxy asks the consumer as soon as the producer has answered, and the consumer does not wait for an entry."""
+    encoder = torch.nn.Linear(4, 4)
+    worker.weights_loaded(lambda: encoder)
+    worker._consumer = False
+    for number in range(20):
+        worker.about_to_encode([("r", SimpleNamespace(identifier=f"{number}", modality="image", data={}), None)])
+        worker.save_caches(encoder_cache={f"{number}": torch.ones(512, 512)}, mm_hash=f"{number}")
+        worker.get_finished(set())
+        assert len(list(tmp_path.rglob("*.ec"))) == number + 1
+
+
+@pytest.mark.skipif(Version("0.30") > RELEASE, reason="answers have no item metadata before 0.30")
+@pytest.mark.parametrize("role", ["ec_producer", "ec_both"])
+def test_only_a_producers_answer_describes_its_items(make: Make, role: str) -> None:
+    """BLIP-2 has no metadata that could stand for an image, so a proxy sends the image itself."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+    def feature(name: str) -> Any:
+        return MultiModalFeatureSpec(MultiModalKwargsItem(), "image", name, PlaceholderRange(offset=0, length=4))
+
+    made = connector(make(role), base.ECConnectorRole.SCHEDULER)
+    request = SimpleNamespace(request_id="r", mm_features=[feature("a"), feature("b"), feature("a")])
+    try:
+        described = {name: {"metadata": {}, "item_indices": at} for name, at in (("a", [0, 2]), ("b", [1]))}
+        assert made.request_finished(request) == (False, described if role == "ec_producer" else None)
+        assert made.request_finished(SimpleNamespace(request_id="r", mm_features=[])) == (False, None)
+    finally:
+        made.shutdown()
+
+
 def test_registering_twice_is_refused_with_a_reason() -> None:
     from vllm_omni_patch.patches.ec_connector import hooks
 

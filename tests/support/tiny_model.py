@@ -51,7 +51,7 @@ def make(
     Writing again into the same folder with another seed replaces the weights, as an in-place model update does.
     """
     os.makedirs(folder, exist_ok=True)
-    tokenizer_size = _write_tokenizer(folder, query_tokens)
+    tokenizer_size = write_tokenizer(folder)
     config = _config(tokenizer_size, vision_layers, vision_width, image_size, query_tokens, text_width)
     config.save_pretrained(folder)
     _write_json(
@@ -130,12 +130,12 @@ def _config(
     return config
 
 
-def _write_tokenizer(folder: str, query_tokens: int) -> int:
-    """A byte-level tokenizer of 256 bytes and four special tokens; returns the vocabulary's size."""
+def write_tokenizer(folder: str, more: tuple[str, ...] = ("<image>",), template: str = CHAT_TEMPLATE) -> int:
+    """A byte-level tokenizer of 256 bytes and special tokens, ``more`` from 3 on; returns the vocabulary's size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    specials = ["<unk>", "<pad>", "</s>", "<image>"]
+    specials = ["<unk>", "<pad>", "</s>", *more]
     vocabulary = {token: index for index, token in enumerate(specials)}
     for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[symbol] = len(vocabulary)
@@ -150,16 +150,16 @@ def _write_tokenizer(folder: str, query_tokens: int) -> int:
         pad_token="<pad>",
         bos_token="</s>",
         eos_token="</s>",
-        additional_special_tokens=["<image>"],
+        additional_special_tokens=list(more),
         model_max_length=512,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(folder)
     path = os.path.join(folder, "tokenizer_config.json")
     with open(path) as file:
         saved = json.load(file)
     saved["tokenizer_class"] = "PreTrainedTokenizerFast"
-    saved["chat_template"] = CHAT_TEMPLATE
+    saved["chat_template"] = template
     saved.pop("processor_class", None)
     _write_json(path, saved)
     return len(vocabulary)

@@ -23,6 +23,7 @@ from . import configured, recompute, refusals
 from .adapters import LoadedAdapters
 from .configured_weights import weights_of
 from .counts import SCHEDULER_COUNTS, WORKER_COUNTS, Deltas, Report
+from .disaggregated import ItemMetadata, NothingFound
 from .items import ItemKeys, Load
 from .model_identity import model_identity
 from .opened import Opened
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _log = ledger.logger("ec")
 # Bases that releases before 0.28 (worker metadata) and before 0.31 (statistics) do not have.
 _WorkerMetadataBase: Any = getattr(base, "ECConnectorWorkerMetadata", object)
+# Longest wait of a producer's step for its outputs to be stored, s. Storage that takes longer is slower than encoding.
+_STORED_WITHIN = 1.0
 _CAN_FAIL_ONE = hasattr(base.ECConnectorBase, "take_unavailable_requests")
 _SEES_REQUESTS_FIRST = hasattr(base.ECConnectorBase, "ensure_cache_available") or hasattr(
     base.ECConnectorBase, "has_caches"
@@ -75,6 +78,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         transfer = vllm_config.ec_transfer_config
         refusals.check(vllm_config, str(getattr(vllm, "__version__", "")))
         self._consumer = bool(transfer.is_ec_consumer)
+        self._saved = False
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._weights: WeightsSample | None = None
@@ -83,6 +87,8 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         if not in_scheduler:
             recompute.require(vllm_config)
         self._engine = _build_engine(vllm_config, "scheduler" if in_scheduler else "worker")
+        self._item_metadata = ItemMetadata(vllm_config)
+        self._nothing_found = NothingFound(vllm_config, self._engine.stats, self._engine.config.describe())
         self._opened = Opened(vllm_config)
         if not in_scheduler:
             self._engine.claims.write("")  # until the loader opens something
@@ -170,10 +176,11 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         return set() if self._scheduler is None else self._scheduler.take_unavailable()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing is sent, so nothing is kept (0.26.0 and later)."""
+        """Nothing is sent, so nothing is kept; a producer's answer describes its items (0.26.0 and later)."""
         if self._scheduler is not None:
             self._scheduler.finished(request)
-        return False, None
+            self._nothing_found.finished(request)
+        return False, self._item_metadata.of(request)
 
     def has_pending_push_work(self) -> bool:
         """Stores run beside the engine's steps and need none of them."""
@@ -200,9 +207,13 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
         """Store one encoder output. vLLM calls this for every role; only a producer's first rank stores."""
         if self.is_producer:
             self._worker_side().save(encoder_cache, mm_hash)
+            self._saved = True
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Ends a worker's step; no transfer outlives it."""
+        """Ends a worker's step. A producer's answer means that its outputs are stored: the consumer is asked next."""
+        if self._saved and not self._consumer:
+            self._engine.flush(_STORED_WITHIN)
+        self._saved = False
         self._engine.stats.tick()
         return None, None
 
