@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from .storage.entry import Entry
-from .storage.files import BadEntry, FileStore, open_path
+from .storage.files import BadEntry, open_path
 from .storage.folder import ROOT_NAME, Folder
+from .storage.folder_listing import Published
 
 app = typer.Typer(no_args_is_help=True, help="Encoder outputs stored in a folder: count, verify, clear.")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -39,19 +43,22 @@ class _Group:
 @app.command()
 def stats(path: _Path, as_json: _Json = False) -> None:
     """Count entries, bytes and ages, by model. Reads headers only."""
-    store = _store(path)
+    folder = _folder(path)
     now = time.time()
     groups: dict[str, _Group] = {}
     unreadable: list[str] = []
-    for file, size, used, entry, error in store.entries():
-        if entry is None:
-            unreadable.append(f"{file}: {error}")
-        group = groups.setdefault(_model(entry), _Group(oldest=used, newest=used))
-        group.entries += 1
-        group.bytes += size
-        group.oldest, group.newest = min(group.oldest, used), max(group.newest, used)
-    unreadable += [f"{folder}: {reason}" for folder, reason in store.folder.listing.closed()]
-    writing = sum(1 for _ in store.folder.listing.temporaries())
+    with _interruptible(lambda: "No numbers are shown, because they would be incomplete"):
+        for files in _by_folder(folder, "Counting"):
+            for file in files:
+                entry, error = _header(file.path)
+                if entry is None:
+                    unreadable.append(f"{file.path}: {error}")
+                group = groups.setdefault(_model(entry), _Group(oldest=file.used, newest=file.used))
+                group.entries += 1
+                group.bytes += file.size
+                group.oldest, group.newest = min(group.oldest, file.used), max(group.newest, file.used)
+    unreadable += [f"{closed}: {reason}" for closed, reason in folder.listing.closed()]
+    writing = sum(1 for _ in folder.listing.temporaries())
     total = sum(group.bytes for group in groups.values())
     count = sum(group.entries for group in groups.values())
     if as_json:
@@ -65,11 +72,11 @@ def stats(path: _Path, as_json: _Json = False) -> None:
             for name, group in groups.items()
         }
         _print_json(
-            path=store.folder.root, entries=count, bytes=total, being_written=writing, unreadable=unreadable,
+            path=folder.root, entries=count, bytes=total, being_written=writing, unreadable=unreadable,
             models=models,
         )  # fmt: skip
         return
-    _echo(f"{store.folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
+    _echo(f"{folder.root}: {count} entries, {_size(total)}, {writing} being written or left over")
     for name, group in sorted(groups.items()):
         _echo(
             f"  {name}: {group.entries} entries, {_size(group.bytes)}, last used between {_age(now - group.oldest)} "
@@ -86,26 +93,28 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Read every entry and compare its checksum. Exit status 1 when one fails or cannot be read."""
-    store = _store(path)
+    folder = _folder(path)
     good = 0
     bad: dict[str, str] = {}
     removed: set[str] = set()
-    for file, _, _, _, error in store.entries():
-        reason = error or _verify(file)
-        if not reason:
-            good += 1
-            continue
-        bad[file] = reason
-        if remove and store.folder.remove(os.path.relpath(file, store.folder.root)):
-            removed.add(file)
-    closed = dict(store.folder.listing.closed())
+    with _interruptible(lambda: f"{good} entries were sound, {len(bad)} were not, {len(removed)} were removed"):
+        for files in _by_folder(folder, "Verifying"):
+            for file in files:
+                reason = _verify(file.path)
+                if not reason:
+                    good += 1
+                    continue
+                bad[file.path] = reason
+                if remove and folder.drop([file]):
+                    removed.add(file.path)
+    closed = dict(folder.listing.closed())
     if as_json:
-        _print_json(path=store.folder.root, good=good, bad=bad, removed=len(removed), unreadable=closed)
+        _print_json(path=folder.root, good=good, bad=bad, removed=len(removed), unreadable=closed)
     else:
-        _echo(f"{store.folder.root}: {good} entries are sound, {len(bad)} are not")
-        for file, reason in bad.items():
-            outcome = "removed" if file in removed else "not removed" if remove else "bad"
-            _echo(f"  {outcome}: {file}: {reason}")
+        _echo(f"{folder.root}: {good} entries are sound, {len(bad)} are not")
+        for name, reason in bad.items():
+            outcome = "removed" if name in removed else "not removed" if remove else "bad"
+            _echo(f"  {outcome}: {name}: {reason}")
         _echo_closed(closed)
     raise typer.Exit(1 if bad or closed else 0)
 
@@ -123,37 +132,43 @@ def clear(
         _echo("Choose what to clear: --model NAME, --older-than AGE, or --all.", err=True)
         raise typer.Exit(2)
     limit = _seconds(older_than)
-    store = _store(path)
+    folder = _folder(path)
     now = time.time()
     removed = freed = 0
-    for file, size, used, entry, _ in store.entries():
-        if model and model not in (_model(entry), _printable(_model(entry))):
-            continue
-        if limit is not None and now - used < limit:
-            continue
-        if store.folder.remove(os.path.relpath(file, store.folder.root)):
-            removed += 1
-            freed += size
+
+    def chosen(file: Published) -> bool:
+        if limit is not None and now - file.used < limit:
+            return False
+        if not model:
+            return True
+        entry, _ = _header(file.path)
+        return model in (_model(entry), _printable(_model(entry)))
+
     try:
-        left_bytes, left = store.folder.usage()
+        folder.make(parents=False)  # a folder without a limit has no lock yet
+        folder.counted()
+        with _interruptible(lambda: f"Removed {removed} entries ({_size(freed)})"):
+            for files in _by_folder(folder, "Clearing"):
+                gone = folder.drop(filter(chosen, files))
+                removed += len(gone)
+                freed += sum(file.size for file in gone)
+            left_bytes, left = folder.usage()
     except OSError as error:
         _echo(
-            f"{store.folder.root}: removed {removed} entries, then stopped: {error}. "
+            f"{folder.root}: removed {removed} entries, then stopped: {error}. "
             "The folder and its file lock must be writable for you, and no symbolic link.",
             err=True,
         )
         raise typer.Exit(2) from None
-    closed = dict(store.folder.listing.closed())
+    closed = dict(folder.listing.closed())
     if as_json:
-        _print_json(
-            path=store.folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes, unreadable=closed
-        )
+        _print_json(path=folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes, unreadable=closed)
         return
-    _echo(f"{store.folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
+    _echo(f"{folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
     _echo_closed(closed)
 
 
-def _store(path: Path) -> FileStore:
+def _folder(path: Path) -> Folder:
     folder = Folder(str(path), 1 << 62)
     try:
         os.listdir(folder.root)
@@ -163,7 +178,29 @@ def _store(path: Path) -> FileStore:
     except OSError as error:
         _echo(f"{path} cannot be looked into: {error}. Run this as the user that vLLM runs as.", err=True)
         raise typer.Exit(2) from None
-    return FileStore(str(path), 1 << 62)
+    return folder
+
+
+def _by_folder(folder: Folder, what: str) -> Iterator[list[Published]]:
+    """The entries' files, one folder after another, with a progress bar on a terminal."""
+    shards, old = folder.listing.folders()
+    names = sorted(shards) + old
+    if not sys.stderr.isatty():
+        yield from (list(folder.listing.published(name)) for name in names)
+        return
+    with typer.progressbar(names, label=what, file=sys.stderr) as shown:
+        for name in shown:
+            yield list(folder.listing.published(name))
+
+
+@contextmanager
+def _interruptible(so_far: Callable[[], str]) -> Iterator[None]:
+    """End with a sentence at Ctrl-C. Each step before it is whole: nothing needs repair."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _echo(f"\nInterrupted. {so_far()}. The cache is in order; run the command again for the rest.", err=True)
+        raise typer.Exit(130) from None
 
 
 def _echo_closed(folders: dict[str, str]) -> None:
@@ -184,6 +221,16 @@ def _verify(file: str) -> str:
     finally:
         found.close()
     return ""
+
+
+def _header(file: str) -> tuple[Entry | None, str]:
+    """What an entry says of itself, or why it cannot be read."""
+    try:
+        found = open_path(file)
+    except (BadEntry, OSError) as error:
+        return None, str(error)
+    found.close()
+    return found.entry, ""
 
 
 def _model(entry: Entry | None) -> str:

@@ -135,7 +135,7 @@ def entry_files(root: str, key: str) -> list[str]:
     """Files of the entry ``key`` under ``root``, whatever model they belong to."""
     from vllm_omni_patch.patches.ec_connector.storage.key import stable_u64
 
-    return glob.glob(os.path.join(root, "**", f"{stable_u64(key):016x}@*.ec"), recursive=True)
+    return glob.glob(os.path.join(root, "**", f"*@{stable_u64(key):016x}@*.ec"), recursive=True)
 
 
 def _apply(wanted: dict[str, str], load: Any, engine: Any) -> None:

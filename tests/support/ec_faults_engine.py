@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import itertools
 import logging
 import multiprocessing
 import os
@@ -341,13 +342,13 @@ def part_crowd(folder: str, processes: int, seconds: float) -> bool:
     root = Path(folder, "disk")
     watched = Folder(str(root), limit)
     while any(member.is_alive() for member in members) and results.qsize() < processes:
-        # With the lock held nothing is published, and what is being written has its final size reserved.
+        # With the lock held nothing is counted, and what was counted before has its final size.
         with contextlib.suppress(OSError), watched.lock.held():
-            sizes = [int(path.name.split(".")[1]) for path in root.rglob("*.tmp")]
-            for path in root.rglob("*.ec"):
+            sizes = {}
+            for path in itertools.chain(root.rglob("*.tmp"), root.rglob("*.ec")):
                 with contextlib.suppress(OSError):
-                    sizes.append(path.stat().st_size)
-            highest = max(highest, sum(sizes))
+                    sizes[path.stat().st_ino] = path.stat().st_size  # once, where it is published meanwhile
+            highest = max(highest, sum(sizes.values()))
             looks += 1
         time.sleep(0.05)
     collected = [results.get(timeout=60) for _ in members]
@@ -355,7 +356,8 @@ def part_crowd(folder: str, processes: int, seconds: float) -> bool:
         member.join(30)
     errors = [line for line, *_ in collected if line]
     wrong = sum(row[1] for row in collected)
-    held = highest <= limit and watched.counted() == watched.usage()[0] <= limit
+    counted = watched.counted()
+    held = highest <= limit and watched.usage()[0] <= counted <= limit
     left = list(root.rglob("*.tmp"))
     print(
         f"crowd: {processes} processes for {seconds:g} s, {sum(row[3] for row in collected)} stored, "

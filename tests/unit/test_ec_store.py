@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import signal
 import stat
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_omni_patch.patches.ec_connector.storage.entry import Entry
 from vllm_omni_patch.patches.ec_connector.storage.files import BadEntry, FileStore
+from vllm_omni_patch.patches.ec_connector.storage.folder_listing import Published
 from vllm_omni_patch.patches.ec_connector.storage.folder_lock import Busy
 from vllm_omni_patch.patches.ec_connector.storage.key import Key, encode_id, stable_u64
 
@@ -50,9 +52,18 @@ def read(store: FileStore, mm_hash: str, rows: int | None = None) -> bytes | Non
 
 
 def opened(path: Path, limit: int | None = 64 * MIB, **options: float) -> FileStore:
+    """A store whose folder is in order, with nothing going on in the background."""
     store = FileStore(str(path), limit, **options)
     store.folder.make()
+    if limit is not None:
+        store.folder.usage()
+    store.folder.upkeep._next = math.inf
     return store
+
+
+def published(store: FileStore) -> list[Published]:
+    shards, old = store.folder.listing.folders()
+    return [file for name in shards + old for file in store.folder.listing.published(name)]
 
 
 def on_disk(store: FileStore) -> int:
@@ -267,6 +278,7 @@ import os, signal, sys
 from vllm_omni_patch.patches.ec_connector.storage.folder import Folder
 from vllm_omni_patch.patches.ec_connector.storage.key import Key
 folder = Folder(sys.argv[1], 64 << 20)
+folder.make()
 handle, path = folder.reserve(Key(b"a", 1, "bfloat16", b"b" * 32), 1 << 20)
 os.write(handle, b"x" * 1000)
 print("written", flush=True)
@@ -290,7 +302,8 @@ def test_leftovers_of_a_killed_writer_are_counted_then_cleaned(tmp_path: Path) -
     assert len(os.listdir(store.folder.listing.tmp)) == 1
     assert store.folder.counted() == MIB
     assert not store.find(Key(b"a", 1, "bfloat16", NAMESPACE))
-    assert write(store, "b") == "stored"
+    store.folder.upkeep._next = 0.0
+    assert write(store, "b") == "stored" and store.folder.upkeep.wait(20)
     assert os.listdir(store.folder.listing.tmp) == []
     assert store.folder.counted() == on_disk(store)
 
@@ -320,7 +333,7 @@ def test_a_held_lock_delays_a_store_only_so_long(tmp_path: Path) -> None:
         with pytest.raises(Busy, match="held by another process"):
             write(store, "b")
         assert read(store, "a") is not None, "readers take no lock"
-        assert store.remove(key("a")), "nor do removals wait"
+        assert store.remove(key("a")), "nor do removals wait for long"
     assert store.folder.counted() > on_disk(store), "too high, never too low: bytes are taken off under the lock only"
     assert write(store, "b") == "stored"
 
@@ -342,7 +355,7 @@ def test_a_file_system_without_locks_still_stores(tmp_path: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.storage.folder.fcntl.flock", refuse)
+    monkeypatch.setattr("vllm_omni_patch.patches.ec_connector.storage.folder_lock.fcntl.flock", refuse)
     store = opened(tmp_path)
     assert write(store, "a") == "stored" and read(store, "a") is not None
     assert store.folder.usage()[0] == on_disk(store)
@@ -351,5 +364,6 @@ def test_a_file_system_without_locks_still_stores(tmp_path: Path, monkeypatch: p
 def test_a_folder_without_a_limit_cleans_leftovers_too(tmp_path: Path) -> None:
     store = opened(tmp_path, None)
     assert writer_process(tmp_path, "die").wait() == -signal.SIGKILL
-    assert write(store, "a") == "stored"
+    store.folder.upkeep._next = 0.0
+    assert write(store, "a") == "stored" and store.folder.upkeep.wait(20)
     assert os.listdir(store.folder.listing.tmp) == []

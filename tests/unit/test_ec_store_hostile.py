@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_ec_store import MIB, key, on_disk, opened, read, write
+from test_ec_store import MIB, key, on_disk, opened, published, read, write
 
 from support.ec_engines import engine_builder  # noqa: F401
 from vllm_omni_patch.patches.ec_connector.cache.tiers import FileTier
@@ -49,8 +49,8 @@ def test_a_linked_folder_of_temporaries_is_refused_and_untouched(tmp_path: Path,
 
 def test_a_linked_namespace_folder_is_refused_and_untouched(tmp_path: Path, victim: Path) -> None:
     store = opened(tmp_path / "in", MIB)
-    os.symlink(victim, os.path.join(store.folder.root, key("a").folder))
-    assert list(store.folder.listing.published()) == []
+    os.symlink(victim, os.path.join(store.folder.root, f"{key('a').shard:02x}"))
+    assert published(store) == []
     assert not store.remove(key("a"))
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         write(store, "a")
@@ -61,9 +61,9 @@ def test_a_linked_namespace_folder_is_refused_and_untouched(tmp_path: Path, vict
 def test_names_of_other_forms_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     store = opened(tmp_path, 64 * 1024)
     write(store, "a")
-    namespace = os.fsencode(os.path.join(store.folder.root, key("a").folder))
+    shard = os.fsencode(os.path.join(store.folder.root, f"{key('a').shard:02x}"))
     temporary = os.fsencode(store.folder.listing.tmp)
-    foreign = [namespace + b"/\xff.ec", namespace + b"/notes.ec", temporary + b"/notes.txt"]
+    foreign = [shard + b"/\xff.ec", shard + b"/notes.ec", temporary + b"/notes.txt"]
     for path in foreign:
         with open(path, "wb") as file:
             file.write(b"x" * 8192)
@@ -93,8 +93,8 @@ def test_a_temporary_name_with_an_impossible_size_costs_nothing(kind: str, tmp_p
 
 def test_a_count_beyond_the_record_is_clamped(tmp_path: Path) -> None:
     store = opened(tmp_path, MIB)
-    with store.folder.lock.held() as accounting:
-        accounting.used, accounting.known = 1 << 70, True
+    with store.folder.lock.held() as counts:
+        counts.add(7, 1 << 70)
     assert write(store, "a") == "stored"
     assert store.folder.counted() == on_disk(store)
 
@@ -119,16 +119,20 @@ def test_a_grown_entry_does_not_lift_the_limit(how: str, grown: int, tmp_path: P
         assert on_disk(store) <= 4 * MIB
 
 
-def test_a_count_below_zero_is_forgotten_and_taken_anew(tmp_path: Path) -> None:
+def test_a_count_below_zero_is_taken_anew(tmp_path: Path) -> None:
     store = opened(tmp_path, MIB)
     for name in ("a", "b", "c"):
         write(store, name, 256 * 1024)
-    with store.folder.lock.held() as accounting:
-        accounting.used = 4096
+    with store.folder.lock.held() as counts:
+        counts.add(key("a").shard, -200 * 1024)
     store.remove(key("a"))
-    assert os.path.getsize(os.path.join(store.folder.root, "lock")) == 0
-    assert write(store, "d", 4096) == "stored"
+    with store.folder.lock.held() as counts:
+        assert counts.counted_at[key("a").shard] == 0 and counts.total == 2 * (256 + 4) * 1024
+    store.folder.upkeep._next = 0.0
+    assert write(store, "d", 4096) == "stored" and store.folder.upkeep.wait(20)
     assert store.folder.counted() == on_disk(store)
+    with store.folder.lock.held() as counts:
+        assert all(counts.counted_at)
 
 
 def test_small_entries_count_in_whole_pages(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def full_until(monkeypatch: pytest.MonkeyPatch, store: FileStore, entries: int, 
     real = store_module._write_all
 
     def write_all(handle: int, parts: list[memoryview]) -> None:
-        if len(list(store.folder.listing.published())) > entries:
+        if len(published(store)) > entries:
             raise OSError(code, "full")
         real(handle, parts)
 
@@ -260,7 +264,7 @@ def test_a_lock_that_is_replaced_for_ever_is_given_up(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(store.folder.lock, "_same", never)
     began = time.monotonic()
-    with pytest.raises(Busy, match="again and again"):
+    with pytest.raises(Busy):
         write(store, "b")
     assert store.remove(key("a")), "a removal does without the lock"
     assert time.monotonic() - began < 2
@@ -280,15 +284,20 @@ def test_a_sparse_file_does_not_decide_what_is_allocated(tmp_path: Path) -> None
         store.find(key("a"))
 
 
-def test_an_entry_of_the_format_before_is_evicted_and_cleared(tmp_path: Path) -> None:
-    """Its namespace is no longer asked for; it counts towards the limit and goes first."""
+def test_entries_of_the_layout_before_get_their_place_and_are_counted(tmp_path: Path) -> None:
     store = opened(tmp_path, MIB)
-    old = Path(store.folder.root, "c" * 32, "0123456789abcdef@1@0@bfloat16.ec")
-    old.parent.mkdir()
-    old.write_bytes(b"\x89VOPEC\r\n" + bytes(512 * 1024))
-    os.utime(old, (1, 1))
-    assert store.folder.usage() == (516 * 1024, 1)
-    assert write(store, "a", 256 * 1024) == "stored" and old.exists()
-    assert write(store, "b", 256 * 1024) == "stored"
-    assert not old.exists()
+    write(store, "a", 64 * 1024)
+    write(store, "b", 64 * 1024)
+    before = Path(store.folder.root, key("a").namespace)
+    before.mkdir()
+    os.rename(os.path.join(store.folder.root, key("a").path), before / key("a").name)
+    (before / key("b").name).write_bytes(b"of old")
+    (before / "notes.txt").write_text("theirs")
+    killed = Path(store.folder.listing.tmp, f"{'b' * 32}.4096.1.ab.tmp")
+    killed.write_bytes(bytes(4096))
+    assert read(store, "a") is None
+    store.folder.upkeep._next = 0.0
+    assert write(store, "c") == "stored" and store.folder.upkeep.wait(20)
+    assert read(store, "a") is not None and read(store, "b") is not None and not killed.exists()
+    assert [path.name for path in before.iterdir()] == ["notes.txt"]
     assert store.folder.counted() == on_disk(store)

@@ -142,6 +142,8 @@ class Tiers:
 
     def close(self, timeout: float) -> None:
         """Leave all tiers."""
+        for local in self.local:
+            local.store.folder.upkeep.stop()
         for tier in self.remote:
             tier.close(timeout)
 

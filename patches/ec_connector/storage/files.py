@@ -16,7 +16,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,11 +119,7 @@ class FileStore:
 
     def has(self, key: Key, rows: int, columns: int, dtype: str) -> bool:
         """Whether a put of this shape and dtype would only write what is there already."""
-        try:
-            found = self.find(key, rows)
-        except (BadEntry, OSError):
-            return False
-        return found is not None and (found.columns, found.dtype) == (columns, dtype)
+        return _would_change_nothing(self._there(key), key, rows, columns, dtype)
 
     def read(self, key: Key, rows: int | None, allocate: Callable[[Entry], memoryview]) -> Entry | None:
         """Read and verify the entry that matches ``key`` and ``rows`` into ``allocate(entry)``; ``None``: no such.
@@ -153,7 +149,7 @@ class FileStore:
         """
         if not self.folder.fits(entry.size):
             return "too large"
-        if not force and self._has_equal(key, entry):
+        if not force and self.has(key, entry.rows, entry.columns, entry.dtype):
             return "present"
         try:
             return self._write(key, entry, payload, force)
@@ -162,9 +158,6 @@ class FileStore:
             if error.errno not in _FULL or not self.folder.shrink(entry.size):
                 raise
         return self._write(key, entry, payload, force)
-
-    def _has_equal(self, key: Key, entry: Entry) -> bool:
-        return self.has(key, entry.rows, entry.columns, entry.dtype)
 
     def _write(self, key: Key, entry: Entry, payload: memoryview, force: bool) -> Outcome:
         """Reserve, write, publish."""
@@ -191,34 +184,36 @@ class FileStore:
     def _fill(self, handle: int, temporary: str, key: Key, entry: Entry, payload: memoryview, force: bool) -> Outcome:
         try:
             # Another writer may have published between the first look and the reservation.
-            if not force and self._has_equal(key, entry):
-                self.folder.abandon(temporary, entry.size)
+            there = self._there(key)
+            if not force and _would_change_nothing(there, key, entry.rows, entry.columns, entry.dtype):
+                self.folder.abandon(temporary, key, entry.size)
                 return "present"
             _write_all(handle, [memoryview(entry.header), payload])
-            self.folder.publish(temporary, key.path)
+            # A damaged entry may have grown: what its header does not vouch for is not taken off the count.
+            self.folder.publish(temporary, key, 0 if there is None else there.size)
         except IsADirectoryError:
             # Somebody's folder stands where this one entry belongs; the storage works.
-            self.folder.abandon(temporary, entry.size)
+            self.folder.abandon(temporary, key, entry.size)
             return "address taken"
         except BaseException:
-            self.folder.abandon(temporary, entry.size)
+            self.folder.abandon(temporary, key, entry.size)
             raise
         return "stored"
 
+    def _there(self, key: Key) -> Entry | None:
+        """The sound entry at ``key``'s address, of whatever id."""
+        try:
+            found = self.open(key)
+        except (BadEntry, OSError):
+            return None
+        if found is None:
+            return None
+        found.close()
+        return found.entry
+
     def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
         """Remove the entry at ``key``'s address. True when nothing is there afterwards."""
-        return self.folder.remove(key.path, seen)
-
-    def entries(self) -> Iterator[tuple[str, int, float, Entry | None, str]]:
-        """(path, bytes, last use, entry, error) of every file; the entry is ``None`` where ``error`` says why."""
-        for file in self.folder.listing.published():
-            try:
-                found = open_path(file.path)
-            except (BadEntry, OSError) as error:
-                yield file.path, file.size, file.used, None, str(error)
-                continue
-            found.close()
-            yield file.path, file.size, file.used, found.entry, ""
+        return self.folder.remove(key, seen)
 
     def _touch(self, found: OpenEntry) -> None:
         now = time.time()
@@ -247,6 +242,10 @@ def open_path(path: str) -> OpenEntry:
     except BaseException:
         os.close(handle)
         raise
+
+
+def _would_change_nothing(there: Entry | None, key: Key, rows: int, columns: int, dtype: str) -> bool:
+    return there is not None and there.matches(key, rows) and (there.columns, there.dtype) == (columns, dtype)
 
 
 def _write_all(handle: int, parts: list[memoryview]) -> None:

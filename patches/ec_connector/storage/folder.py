@@ -3,15 +3,18 @@
 
 Layout below the folder's root (mode 0700, files 0600)::
 
-    lock                         held (flock) for the short moments in which the count or the set of files changes;
-                                 holds the count of bytes
-    tmp/<id>.<bytes>.<pid>.tmp   entries being written, each locked (flock) by its writer for as long as it lives
-    <namespace>/<name>.ec        published entries
+    lock                              held (flock) while counts change; holds the count of bytes of each shard
+    tmp/<namespace>@<name>.<host>.tmp entries being written, each locked (flock) by its writer for as long as it lives
+    <shard>/<namespace>@<name>.ec     published entries; the shard is the first byte of the hash in the name
 
-Every byte is counted *before* it is written, a file in ``tmp`` with its final size, each file in whole pages. A killed
-writer's file is recognised by its lock being free and is removed by the next process that scans. The count may thus
-only be too high, and a scan, which each eviction needs anyway, puts it right: so files removed by hand do no harm
-either. A count that cannot be right is forgotten, and the next writer scans.
+A store takes the lock once, for a few small reads and writes, and looks at no other entry. What a file takes, in whole
+pages, is counted *before* it is written; the file has its final size by then, so whoever counts a shard again finds the
+same. When the limit is reached, a random sample of entries is looked at and the least recently used of it are removed,
+as Redis does it: that costs the same in any number of entries. A folder that is smaller than a sample thus evicts in
+the exact order.
+
+Counts err upwards only, where a process was killed or somebody removed files by hand; ``folder_upkeep`` puts them
+right.
 
 What does not have a name of these forms, or is a symbolic link, is somebody else's: neither counted nor removed.
 """
@@ -20,22 +23,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import time
+from collections.abc import Iterable
 
-from .entry import FormatError, read_entry
 from .folder_listing import Listing, Published, demand_folder, pages
-from .folder_lock import Accounting, Busy, FolderLock
+from .folder_lock import FolderLock
+from .folder_upkeep import Upkeep
 from .key import Key
 
 ROOT_NAME = "ec-v1"
 OPEN_ENTRY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# Where a file system has no locks, a file in tmp is a leftover when it is this old (seconds).
-_UNLOCKED_LEFTOVER = 3600.0
-# With more files than this an eviction makes some room ahead, so that not every store scans the folder.
-_MANY_FILES = 256
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+# Entries that an eviction looks at. It removes an eighth of them at least, so that few stores pay for a sample, and a
+# quarter at most, so that none goes that is among the younger; an entry that needs more takes larger samples.
+_SAMPLE = 64
+_LARGEST_SAMPLE = 4096
+# A time of last use so far in the future (seconds) was set by a wrong clock and says nothing.
+_FUTURE = 60.0
 
 
 class Folder:
@@ -49,12 +55,14 @@ class Folder:
         self.root = base if os.path.basename(os.path.normpath(base)) == ROOT_NAME else os.path.join(base, ROOT_NAME)
         self.limit = limit
         self.listing = Listing(self.root)
-        self.lock = FolderLock(self.root, lock_seconds)
+        self.lock = FolderLock(self.root, lock_seconds, counting=limit is not None)
+        self.upkeep = Upkeep(self.listing, self.lock)
         self._spare = spare
-        self._scanned = False
+        # Where locks hold within a host only, two hosts must not write to one file.
+        self._host = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 
     def make(self, parents: bool = True) -> None:
-        """Make the root and ``tmp`` where missing, and with ``parents`` the folders above.
+        """Make the root, ``tmp`` and the lock where missing, and with ``parents`` the folders above.
 
         Raises:
             OSError: it cannot be made.
@@ -65,65 +73,52 @@ class Folder:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
         demand_folder(self.listing.tmp)
+        if self.lock.counting:
+            self.lock.make()
 
     def reserve(self, key: Key, size: int) -> tuple[int, str] | None:
-        """Count ``size`` bytes for ``key``, making room, and open the file to write them to (locked).
+        """Make room for ``size`` bytes, count them, and open the file to write them to (locked, and of that size).
 
-        Returns (file descriptor, path); ``None`` when another live writer is at the same key. The caller publishes
-        with :meth:`publish` or gives up with :meth:`abandon`.
+        Returns (file descriptor, path); ``None`` when another process of this host is writing the same entry. The
+        caller publishes with :meth:`publish` or gives up with :meth:`abandon`.
 
         Raises:
             OSError: the folder cannot be used.
         """
-        unique = os.urandom(6).hex()
-        identity = hashlib.sha256(key.path.encode()).hexdigest()[:32]
-        path = os.path.join(self.listing.tmp, f"{identity}.{size}.{os.getpid()}.{unique}.tmp")
-        with self.lock.held() as accounting:
-            demand_folder(self.listing.tmp)
-            if self._in_flight(identity, accounting):
-                return None
-            if self.limit is None:
-                if not self._scanned:
-                    self._clean_temporaries()
-                    self._scanned = True
-            else:
-                if not accounting.known or not self._scanned:
-                    self._count(accounting)
-                    self._scanned = True
-                needed = pages(size)
-                if accounting.used + needed > self._limit_now(accounting.used):
-                    self._evict(accounting, needed)
-                accounting.used += needed
-                self.lock.record(accounting)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            self._own(handle)
+        demand_folder(self.listing.tmp)
+        path = os.path.join(self.listing.tmp, f"{key.file}.{self._host}.tmp")
+        handle = self._create(path, key.shard)
+        if handle is None:
+            return None
+        try:
+            wrong = self.limit is not None and self._count_in(key.shard, size, handle)
+            self.upkeep.start_if_due(wrong)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(handle)
+            raise
         return handle, path
 
-    def publish(self, temporary: str, path: str) -> None:
-        """Give the finished file its name, replacing what stood there.
+    def publish(self, temporary: str, key: Key, replaced: int) -> None:
+        """Give the finished file its name. ``replaced``: bytes of the entry that it replaces, as it was counted.
 
         Raises:
             OSError: it could not be renamed; the caller must still call :meth:`abandon`.
         """
-        target = os.path.join(self.root, path)
-        with self.lock.held() as accounting:
-            replaced = _counted(target) if self.limit is not None else 0
-            try:
-                demand_folder(os.path.dirname(target))
-                os.rename(temporary, target)
-            except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(os.path.dirname(target), 0o700)  # fails where the root is gone too: see ``make``
-                os.rename(temporary, target)
-            accounting.used -= replaced
+        target = os.path.join(self.root, key.path)
+        if replaced:
+            with self.lock.freeing() as freed:
+                _rename(temporary, target)
+                freed[key.shard] = pages(replaced)
+        else:
+            _rename(temporary, target)
 
-    def abandon(self, temporary: str, size: int) -> None:
+    def abandon(self, temporary: str, key: Key, size: int) -> None:
         """Remove an unpublished file and take its bytes back; never raises."""
-        with contextlib.suppress(OSError), self.lock.held(0.5) as accounting:
+        with contextlib.suppress(OSError), self.lock.freeing(0.5) as freed:
             os.unlink(temporary)
-            accounting.used -= pages(size) if self.limit is not None else 0
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            freed[key.shard] = pages(size)
 
     def fits(self, size: int) -> bool:
         """Whether an entry of ``size`` bytes fits within the limit at all."""
@@ -137,41 +132,52 @@ class Folder:
         Raises:
             OSError: the folder cannot be used.
         """
-        if self.limit is None:
-            return False
-        with self.lock.held() as accounting:
-            files = self._count(accounting)
-            before = accounting.used
-            self._drop(accounting, files, before - pages(size))
-            return accounting.used < before
+        return self.limit is not None and self._evict(pages(size), self.limit, time.time()) > 0
 
-    def remove(self, path: str, seen: os.stat_result | None = None) -> bool:
+    def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
         """Remove an entry, only if it is still the file ``seen`` where given. True when it is gone.
 
-        Does not wait for the lock. Without it the count stays too high until the next scan; taking the bytes off later
-        would count a scan between twice.
+        Waits 5 ms for the lock at most: the model's thread may be here.
         """
-        target = os.path.join(self.root, path)
+        target = os.path.join(self.root, key.path)
+        with contextlib.suppress(OSError), self.lock.freeing(0.005) as freed:
+            demand_folder(os.path.dirname(target))
+            status = os.lstat(target)
+            if seen is None or os.path.samestat(status, seen):
+                os.unlink(target)
+                freed[key.shard] = pages(status.st_size)
         try:
-            with self.lock.held(0.0) as accounting:
-                gone = self._unlink(target, seen)
-                accounting.used -= gone if self.limit is not None else 0
-        except Busy:
-            with contextlib.suppress(OSError):
-                self._unlink(target, seen)
-        except OSError:
-            pass
-        return not os.path.lexists(target) or self._other(target, seen)
+            left = os.lstat(target)
+        except OSError as error:
+            return isinstance(error, FileNotFoundError | NotADirectoryError)
+        return seen is not None and not os.path.samestat(left, seen)
+
+    def drop(self, files: Iterable[Published]) -> list[Published]:
+        """Remove entries' files; returns those that went."""
+        gone = []
+        with self.lock.freeing() as freed:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.path)
+                    gone.append(file)
+                    if file.shard >= 0:
+                        freed[file.shard] = freed.get(file.shard, 0) + pages(file.size)
+        return gone
 
     def usage(self) -> tuple[int, int]:
-        """(bytes in whole pages, entries) by looking at every file; sets the count right and removes leftovers.
+        """(bytes in whole pages, entries) by looking at every file; sets the counts right and removes leftovers and
+        empty folders.
 
         Raises:
             OSError: the folder cannot be used.
         """
-        with self.lock.held() as accounting:
-            files = self._count(accounting)
-        return accounting.used, len(files)
+        self.upkeep.everything()
+        shards, _ = self.listing.folders()
+        for shard in shards:
+            # Fails on a folder that holds anything, which is the point.
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(self.root, shard))
+        return self.counted(), sum(len(self.listing.inodes(int(shard, 16))) for shard in shards)
 
     def counted(self) -> int:
         """The count of bytes as it stands.
@@ -179,88 +185,50 @@ class Folder:
         Raises:
             OSError: the folder cannot be used.
         """
-        with self.lock.held() as accounting:
-            return accounting.used
+        with self.lock.held() as counts:
+            return counts.total
 
-    @staticmethod
-    def _unlink(target: str, seen: os.stat_result | None) -> int:
-        """Remove the file if it is ``seen``; returns the counted bytes that went."""
-        try:
-            demand_folder(os.path.dirname(target))
-            if seen is not None and not os.path.samestat(os.lstat(target), seen):
-                return 0
-            counted = _counted(target)
-            os.unlink(target)
-        except FileNotFoundError:
-            return 0
-        return counted
-
-    @staticmethod
-    def _other(target: str, seen: os.stat_result | None) -> bool:
-        try:
-            return seen is not None and not os.path.samestat(os.lstat(target), seen)
-        except OSError:
-            return True
-
-    def _own(self, handle: int) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.lock.works = False
-
-    def _in_flight(self, identity: str, accounting: Accounting) -> bool:
-        for file in self.listing.temporaries():
-            if file.id != identity:
-                continue
-            if not self._leftover(file.path):
-                return True
-            with contextlib.suppress(OSError):
-                os.unlink(file.path)
-            # What its writer had counted is not for its name to say.
-            accounting.known = False
-        return False
-
-    def _leftover(self, path: str) -> bool:
-        """Whether the writer of a file in ``tmp`` is dead. Asked with the folder's lock held."""
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        try:
-            if not self.lock.works:
-                return time.time() - os.fstat(handle).st_mtime > _UNLOCKED_LEFTOVER
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
-
-    def _clean_temporaries(self) -> int:
-        """Remove what killed writers left in ``tmp``; returns the bytes that live writers have reserved."""
-        reserved = 0
-        for file in self.listing.temporaries():
-            if not self._leftover(file.path):
-                reserved += file.reserved
-                continue
+    def _create(self, path: str, shard: int) -> int | None:
+        """Make and lock the file to write to; ``None`` when a live writer has it."""
+        for _ in range(4):
             try:
-                os.unlink(file.path)
-            except OSError:
-                reserved += pages(file.size)
-        return reserved
+                handle = os.open(path, _CREATE, 0o600)
+            except FileExistsError:
+                if self.upkeep.drop_leftover(path, shard):
+                    continue
+                return None
+            try:
+                # Before it was locked it looked like a leftover, and another process may have removed it.
+                if self.lock.take(handle) and os.path.samestat(os.fstat(handle), os.lstat(path)):
+                    return handle
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+        return None
 
-    def _count(self, accounting: Accounting) -> list[Published]:
-        """Set the count right by looking at every file; removes leftovers and empty folders."""
-        files = list(self.listing.published())
-        accounting.used = sum(pages(file.size) for file in files) + self._clean_temporaries()
-        accounting.known = True
-        for folder in self.listing.namespaces():
-            # Fails on a folder that holds anything, which is the point.
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-        return files
+    def _count_in(self, shard: int, size: int, handle: int) -> bool:
+        """Count the bytes of an entry, with room made for it; whether a count is known to be wrong."""
+        needed = pages(size)
+        # The file was made just now, by the file system's clock.
+        now = max(time.time(), os.fstat(handle).st_mtime)
+        recounted = False
+        while True:
+            with self.lock.held() as counts:
+                used = counts.total
+                limit = self._limit_now(used)
+                if used + needed <= limit:
+                    os.ftruncate(handle, size)
+                    counts.add(shard, needed)
+                    return not all(counts.counted_at)
+            if needed > limit or not self._evict(used + needed - limit, limit, now):
+                if needed > limit or recounted:
+                    raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
+                # Counted as full, and next to nothing is there to evict: the counts are wrong, and quickly put right.
+                self.upkeep.everything()
+                recounted = True
 
     def _limit_now(self, used: int) -> int:
         """The limit, or less where others have filled the file system but for ``spare`` bytes."""
@@ -270,45 +238,34 @@ class Folder:
             limit = max(0, min(limit, used + status.f_bavail * status.f_frsize - self._spare))
         return limit
 
-    def _evict(self, accounting: Accounting, size: int) -> None:
-        """Remove least recently used entries until ``size`` more bytes fit."""
-        files = self._count(accounting)
-        limit = self._limit_now(accounting.used)
-        room = limit - size
-        if accounting.used <= room:
-            return
-        if len(files) > _MANY_FILES:
-            room -= min(limit // 32, max(0, room))
-        self._drop(accounting, files, room)
-        if accounting.used > limit - size:
-            raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
-
-    @staticmethod
-    def _drop(accounting: Accounting, files: list[Published], room: int) -> None:
-        """Remove the least recently used of ``files`` until no more than ``room`` bytes are used."""
-        for file in sorted(files, key=lambda entry: entry.used):
-            if accounting.used <= room:
-                return
-            try:
-                os.unlink(file.path)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                continue
-            accounting.used -= pages(file.size)
+    def _evict(self, wanted: int, limit: int, now: float) -> int:
+        """Remove ``wanted`` bytes of entries, the least recently used of a sample; returns how many bytes went."""
+        freed, size = 0, _SAMPLE
+        while freed < wanted:
+            files, whole = self.listing.sample(size)
+            files.sort(key=lambda file: (file.used <= now + _FUTURE, file.used))
+            victims: list[Published] = []
+            total = freed
+            for file in files:
+                enough = total >= wanted and (whole or len(victims) >= size // 8 or total >= limit // 32)
+                if enough or (not whole and len(victims) >= size // 4):
+                    break
+                victims.append(file)
+                total += pages(file.size)
+            gone = sum(pages(file.size) for file in self.drop(victims))
+            freed += gone
+            if whole or not gone:
+                break
+            size = min(2 * size, _LARGEST_SAMPLE)
+        return freed
 
 
-def _counted(path: str) -> int:
-    """What the entry's file was counted with; 0 where its header does not vouch for its size.
-
-    Others may have let a file grow: taking off more than was added would make the count too low.
-    """
-    with contextlib.suppress(OSError, FormatError):
-        handle = os.open(path, OPEN_ENTRY)
-        try:
-            size = os.fstat(handle).st_size
-            read_entry(handle, size)
-            return pages(size)
-        finally:
-            os.close(handle)
-    return 0
+def _rename(temporary: str, target: str) -> None:
+    folder = os.path.dirname(target)
+    try:
+        demand_folder(folder)
+        os.rename(temporary, target)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)  # fails where the root is gone too: see ``make``
+        os.rename(temporary, target)

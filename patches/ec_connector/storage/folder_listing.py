@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import random
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Matched against whole names.
-_TEMPORARY = re.compile(r"(?P<id>[0-9a-f]{32})\.(?P<bytes>[0-9]+)\.[0-9]+\.[0-9a-f]+\.tmp")
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_ENTRY = re.compile(r"[0-9a-f]{16}@[0-9]+@[0-9]+@[A-Za-z0-9_]+\.ec")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_NAME = r"(?P<shard>[0-9a-f]{2})[0-9a-f]{14}@[0-9]+@[0-9]+@[A-Za-z0-9_]+\.ec"
+_ENTRY = re.compile(rf"[0-9a-f]{{32}}@{_NAME}")
+_TEMPORARY = re.compile(rf"(?P<entry>[0-9a-f]{{32}}@{_NAME})\.[0-9a-f]{{8}}\.tmp")
+# The layout before shards: one folder for each namespace, and temporary files with the size in their name.
+_OLD_FOLDER = re.compile(r"[0-9a-f]{32}")
+_OLD_ENTRY = re.compile(_NAME)
+_OLD_TEMPORARY = re.compile(r"[0-9a-f]{32}\.[0-9]+\.[0-9]+\.[0-9a-f]+\.tmp")
 # What a file takes of a file system comes in pages: in shared memory of this size, on disks mostly too.
 _PAGE = 4096
 _OPEN_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
@@ -22,21 +29,24 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 
 @dataclass(frozen=True)
 class Published:
-    """An entry's file as a scan found it. ``used`` is its time of last use, Unix seconds."""
+    """An entry's file. ``used`` is its time of last use, Unix seconds. ``shard``: -1 in the layout before shards."""
 
     path: str
+    shard: int
     size: int
     used: float
+    inode: int
 
 
 @dataclass(frozen=True)
 class Temporary:
-    """A file in ``tmp``: the entry it is for (``id``) and the bytes its writer has reserved."""
+    """A file in ``tmp``, of its final size; ``entry`` is the name that it will get, in ``shard`` (-1: see above)."""
 
     path: str
-    id: str
-    reserved: int
+    shard: int
+    entry: str
     size: int
+    inode: int
 
 
 class Listing:
@@ -46,42 +56,90 @@ class Listing:
         self.root = root
         self.tmp = os.path.join(root, "tmp")
 
-    def published(self) -> Iterator[Published]:
-        """Every published entry's file, unordered; files that vanish meanwhile are left out."""
-        for folder in self.namespaces():
-            for name in filter(_ENTRY.fullmatch, names(folder)):
-                path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):
-                    status = os.lstat(path)
-                    if stat.S_ISREG(status.st_mode):
-                        yield Published(path, status.st_size, status.st_mtime)
+    def folders(self) -> tuple[list[str], list[str]]:
+        """The names of the folders of entries: shards, and namespaces of the layout before."""
+        # The slash: where the root itself is a symbolic link, the operator made it.
+        names = _names(self.root + "/")
+        return list(filter(_SHARD.fullmatch, names)), list(filter(_OLD_FOLDER.fullmatch, names))
+
+    def published(self, folder: str) -> Iterator[Published]:
+        """The entries' files in one of :meth:`folders`; files that vanish meanwhile are left out."""
+        with _opened(os.path.join(self.root, folder)) as handle:
+            if handle >= 0:
+                yield from self._found(folder, handle, _list(handle))
+
+    def sample(self, wanted: int) -> tuple[list[Published], bool]:
+        """About ``wanted`` entries' files, drawn at random, and whether they are all that there are.
+
+        Lists as many folders as that takes: one where they are large.
+        """
+        folders, _ = self.folders()
+        random.shuffle(folders)
+        found: list[Published] = []
+        for folder in folders:
+            with _opened(os.path.join(self.root, folder)) as handle:
+                if handle < 0:
+                    continue
+                names = _list(handle)
+                if len(names) > wanted - len(found):
+                    found += self._found(folder, handle, random.sample(names, wanted - len(found)))
+                    return found, False
+                found += self._found(folder, handle, names)
+        return found, True
+
+    def inodes(self, shard: int) -> list[tuple[str, int]]:
+        """(name, inode) of every entry in a shard: one listing, no look at the files."""
+        with _opened(os.path.join(self.root, f"{shard:02x}")) as handle:
+            if handle < 0:
+                return []
+            with os.scandir(handle) as entries:
+                return [
+                    (one.name, one.inode())
+                    for one in entries
+                    if _ENTRY.fullmatch(one.name) and one.is_file(follow_symlinks=False)
+                ]
+
+    def size(self, shard: int, name: str) -> int:
+        """Length in bytes of one entry's file.
+
+        Raises:
+            OSError: it is gone.
+        """
+        return os.lstat(os.path.join(self.root, f"{shard:02x}", name)).st_size
 
     def closed(self) -> Iterator[tuple[str, str]]:
         """(path, reason) of every folder of entries that this user may not list: what is in it is not known."""
-        for folder in self.namespaces():
+        for folder in itertools.chain(*self.folders()):
+            path = os.path.join(self.root, folder)
             try:
-                os.listdir(folder)
+                os.close(os.open(path, _OPEN_FOLDER))
             except PermissionError as error:
-                yield folder, str(error)
+                yield path, str(error)
             except OSError:  # gone by now, or somebody else's
                 continue
 
     def temporaries(self) -> Iterator[Temporary]:
         """Every file that is being written or that a killed writer left."""
-        for name in names(self.tmp):
+        for name in _names(self.tmp):
             match = _TEMPORARY.fullmatch(name)
-            if match is None:
+            if match is None and _OLD_TEMPORARY.fullmatch(name) is None:
                 continue
             path = os.path.join(self.tmp, name)
             with contextlib.suppress(OSError):
                 status = os.lstat(path)
                 if stat.S_ISREG(status.st_mode):
-                    yield Temporary(path, match["id"], pages(int(match["bytes"])), status.st_size)
+                    shard, entry = (int(match["shard"], 16), match["entry"]) if match else (-1, "")
+                    yield Temporary(path, shard, entry, status.st_size, status.st_ino)
 
-    def namespaces(self) -> list[str]:
-        """The folders of entries, one for each namespace digest."""
-        # The slash: where the root itself is a symbolic link, the operator made it.
-        return [os.path.join(self.root, name) for name in names(self.root + "/") if _NAMESPACE.fullmatch(name)]
+    def _found(self, folder: str, handle: int, names: list[str]) -> Iterator[Published]:
+        shard = int(folder, 16) if _SHARD.fullmatch(folder) else -1
+        form = _ENTRY if shard >= 0 else _OLD_ENTRY
+        start = os.path.join(self.root, folder, "")
+        for name in filter(form.fullmatch, names):
+            with contextlib.suppress(OSError):
+                status = os.stat(name, dir_fd=handle, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield Published(start + name, shard, status.st_size, status.st_mtime, status.st_ino)
 
 
 def pages(size: int) -> int:
@@ -97,15 +155,27 @@ def demand_folder(path: str) -> None:
         )
 
 
-def names(folder: str) -> list[str]:
-    """What is in ``folder``; nothing where it cannot be listed or is a symbolic link."""
+@contextlib.contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    """A descriptor of ``folder``; -1 where it cannot be opened or is a symbolic link."""
     try:
         handle = os.open(folder, _OPEN_FOLDER)
     except OSError:
-        return []
+        yield -1
+        return
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _names(folder: str) -> list[str]:
+    with _opened(folder) as handle:
+        return _list(handle) if handle >= 0 else []
+
+
+def _list(handle: int) -> list[str]:
     try:
         return os.listdir(handle)
     except OSError:
         return []
-    finally:
-        os.close(handle)

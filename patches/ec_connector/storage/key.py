@@ -56,7 +56,7 @@ def stable_u64(mm_hash: str) -> int:
 
 @dataclass(frozen=True)
 class Key:
-    """Address of an entry: where it lies (``folder``, ``name``) and what it must say about itself.
+    """Address of an entry: where it lies (``path``) and what it must say about itself.
 
     ``namespace_digest`` (32 bytes) stands for model, weights, encoder configuration, vLLM version, key dtype, salt and
     generation. ``shared`` is false in a generation of one run, whose entries mean nothing to other hosts.
@@ -69,16 +69,26 @@ class Key:
     shared: bool = True
 
     @property
-    def folder(self) -> str:
-        """Folder of all entries with this namespace digest: half of it, in hexadecimal."""
+    def namespace(self) -> str:
+        """Half of the namespace digest, in hexadecimal: the same for all entries that one deployment may load."""
         return self.namespace_digest.hex()[:32]
 
     @property
     def name(self) -> str:
-        """File name: hashes and a dtype only, whatever the id holds."""
+        """The entry's name within its namespace: hashes and a dtype only, whatever the id holds."""
         return f"{self.chunk_hash:016x}@{KEY_WORLD_SIZE}@{KEY_WORKER_ID}@{self.dtype}.ec"
+
+    @property
+    def shard(self) -> int:
+        """The first byte of the hash: which of 256 folders has the entry's file."""
+        return self.chunk_hash >> 56
+
+    @property
+    def file(self) -> str:
+        """The name of the entry's file."""
+        return f"{self.namespace}@{self.name}"
 
     @cached_property
     def path(self) -> str:
-        """``folder/name``."""
-        return f"{self.folder}/{self.name}"
+        """The entry's file below the root of a :class:`~.folder.Folder`."""
+        return f"{self.shard:02x}/{self.file}"

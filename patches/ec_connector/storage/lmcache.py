@@ -204,11 +204,11 @@ class LMCacheRemote:
             obj.ref_count_down()
 
     def _address(self, key: Key) -> Any:
-        return self._make_key(key.folder, key.chunk_hash)
+        return self._make_key(key.namespace, key.chunk_hash)
 
     def _piece(self, key: Key, entry: Entry, index: int) -> Any:
-        name = hashlib.sha256(f"{key.path} {entry.checksum} {index}".encode()).digest()
-        return self._make_key(key.folder, int.from_bytes(name[:8], "big"))
+        name = hashlib.sha256(f"{key.namespace}/{key.name} {entry.checksum} {index}".encode()).digest()
+        return self._make_key(key.namespace, int.from_bytes(name[:8], "big"))
 
     def _make_key(self, folder: str, chunk_hash: int) -> Any:
         from lmcache.utils import CacheEngineKey

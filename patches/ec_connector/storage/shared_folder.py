@@ -28,6 +28,7 @@ class SharedFolder:
 
     def drop(self) -> None:
         """Nothing is kept open."""
+        self._store.folder.upkeep.stop()
 
     def find(self, key: Key, seconds: float) -> Entry | None:
         """See :class:`~.remote.Remote`."""
