@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from vllm_omni_patch.patches.ec_connector.cache.tiers import FileTier
 from vllm_omni_patch.patches.ec_connector.storage import files as store_module
 from vllm_omni_patch.patches.ec_connector.storage import folder as folder_module
 from vllm_omni_patch.patches.ec_connector.storage.files import BadEntry, FileStore
-from vllm_omni_patch.patches.ec_connector.storage.folder_lock import Busy
 
 
 @pytest.fixture
@@ -248,26 +246,6 @@ def test_a_descriptor_is_closed_once(fails: str, tmp_path: Path, monkeypatch: py
     os.close(taken)
     assert read(store, "a") is None and os.listdir(store.folder.listing.tmp) == []
     assert store.folder.counted() == 0
-
-
-def test_a_lock_that_is_replaced_for_ever_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path)
-    write(store, "a")
-    store.folder.lock._seconds = 0.05
-    calls = []
-
-    def never(handle: int) -> bool:
-        calls.append(handle)
-        if len(calls) > 10_000:
-            raise AssertionError("no end")
-        return False
-
-    monkeypatch.setattr(store.folder.lock, "_same", never)
-    began = time.monotonic()
-    with pytest.raises(Busy):
-        write(store, "b")
-    assert store.remove(key("a")), "a removal does without the lock"
-    assert time.monotonic() - began < 2
 
 
 def test_a_sparse_file_does_not_decide_what_is_allocated(tmp_path: Path) -> None:

@@ -178,6 +178,41 @@ def test_what_a_killed_process_left_is_removed(path: str, join: Any) -> None:
     assert shared_folder.remove_if_left(path) and not os.path.exists(path)
 
 
+def filled(path: str) -> None:
+    for folder in ("ec-v1/00", "ec-v1/01"):
+        os.makedirs(os.path.join(path, folder))
+        for name in range(50):
+            Path(path, folder, str(name)).touch()
+
+
+@pytest.mark.parametrize("how", ["end", "start"])
+def test_neither_end_nor_start_waits_for_many_files(
+    path: str, join: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a keeper's work once the time is up, also where the first keeper was killed."""
+    monkeypatch.setattr(shared_folder, "_CLEAR_S", 0.0)
+    removed: list[str] = []
+    real = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda *args, **more: (removed.append(args[0]), real(*args, **more)))
+    if how == "end":
+        mine = Member(path)
+        for keeper in keepers(path):
+            os.kill(keeper, signal.SIGKILL)
+        filled(path)
+        mine.leave()
+    else:
+        process = join("no keeper")
+        filled(path)
+        process.kill()
+        process.communicate()
+        assert shared_folder.remove_if_left(path)
+    assert removed == []
+    deadline = time.monotonic() + 20
+    while os.path.exists(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_folder_in_which_nobody_took_part_is_not_judged(path: str) -> None:
     assert not shared_folder.remove_if_left(path)
     os.mkdir(path)

@@ -11,6 +11,8 @@ Three remove it, each only while it holds that lock alone:
   is there because nobody else is where the last process was killed, or stopped until all others had gone;
 * the next start (:func:`sweep`), where the keeper was killed too: the end of a container, or an out-of-memory killer
   that takes a whole group.
+
+What takes longer than a moment is always left to a keeper: neither the end nor the start of a process waits for it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import shutil
 import stat
@@ -55,6 +58,8 @@ if os.path.samestat(os.fstat(alive), os.stat(os.path.join(path, "{ALIVE}"))):
     os.rmdir(path)
 """
 _KEEPER_STARTS_S = 5.0
+# Longest time that a process removes files itself: some 10,000.
+_CLEAR_S = 0.2
 
 
 class Member:
@@ -138,16 +143,18 @@ def _open(alive: str) -> tuple[int, bool]:
     return os.open(alive, flags & ~os.O_CREAT), False
 
 
-def _start_keeper(path: str) -> None:
-    """Start the process that removes the folder after its last member. Never raises: without one, the last to leave by
-    itself does, or the next start."""
+def _start_keeper(path: str) -> bool:
+    """Start the process that removes the folder after its last member. Never raises: without one (False), the last to
+    leave by itself does, or the next start."""
     if not sys.executable or getattr(sys, "frozen", False):
-        return
+        return False
     with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError):
         quiet = subprocess.DEVNULL
         command = [sys.executable, "-I", "-S", "-c", _KEEPER]
         first = subprocess.Popen(command, cwd=path, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
         first.wait(_KEEPER_STARTS_S)
+        return True
+    return False
 
 
 def remove_if_left(path: str) -> bool:
@@ -166,18 +173,35 @@ def remove_if_left(path: str) -> bool:
 
 
 def _clear(path: str) -> None:
-    """Remove the folder, whose lock this process has alone: the locked file last. Whoever is killed half-way, or has a
-    thread that still writes there, leaves it to the keeper or to the next start. Never raises."""
+    """Remove the folder, whose lock this process has alone: the locked file last. What is not done in ``_CLEAR_S`` is
+    left to a keeper, which begins when this process gives the lock back. Whoever is killed half-way, or has a thread
+    that still writes there, leaves it to the keeper or to the next start. Never raises."""
+    deadline = time.monotonic() + _CLEAR_S
+    while not _empty(path, deadline):
+        if _start_keeper(path):
+            return
+        deadline = math.inf
     with contextlib.suppress(OSError):
-        for name in set(os.listdir(path)) - {ALIVE}:
-            one = os.path.join(path, name)
-            if os.path.isdir(one) and not os.path.islink(one):
-                shutil.rmtree(one, ignore_errors=True)
-            else:
-                os.unlink(one)
         if os.listdir(path) == [ALIVE]:
             os.unlink(os.path.join(path, ALIVE))
             os.rmdir(path)
+
+
+def _empty(folder: str, deadline: float) -> bool:
+    """Remove what is in ``folder`` and no file ``alive``; False when ``deadline`` came first. Never raises."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for one in entries:
+            if time.monotonic() > deadline:
+                return False
+            with contextlib.suppress(OSError):
+                if not one.is_dir(follow_symlinks=False):
+                    if one.name != ALIVE:
+                        os.unlink(one.path)
+                elif _empty(one.path, deadline):
+                    os.rmdir(one.path)
+                else:
+                    return False
+    return True
 
 
 def sweep(parent: str, ours: Callable[[str], bool]) -> None:

@@ -177,7 +177,7 @@ class Folder:
             # Fails on a folder that holds anything, which is the point.
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.join(self.root, shard))
-        return self.counted(), sum(len(self.listing.inodes(int(shard, 16))) for shard in shards)
+        return self.counted(), sum(1 for shard in shards for _ in self.listing.published(shard))
 
     def counted(self) -> int:
         """The count of bytes as it stands.
@@ -216,13 +216,15 @@ class Folder:
         now = max(time.time(), os.fstat(handle).st_mtime)
         recounted = False
         while True:
+            # Whoever counts the shard again sees these bytes from now on, for a moment twice rather than never.
+            os.ftruncate(handle, size)
             with self.lock.held() as counts:
                 used = counts.total
                 limit = self._limit_now(used)
                 if used + needed <= limit:
-                    os.ftruncate(handle, size)
                     counts.add(shard, needed)
                     return not all(counts.counted_at)
+            os.ftruncate(handle, 0)
             if needed > limit or not self._evict(used + needed - limit, limit, now):
                 if needed > limit or recounted:
                     raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")

@@ -87,26 +87,6 @@ class Listing:
                 found += self._found(folder, handle, names)
         return found, True
 
-    def inodes(self, shard: int) -> list[tuple[str, int]]:
-        """(name, inode) of every entry in a shard: one listing, no look at the files."""
-        with _opened(os.path.join(self.root, f"{shard:02x}")) as handle:
-            if handle < 0:
-                return []
-            with os.scandir(handle) as entries:
-                return [
-                    (one.name, one.inode())
-                    for one in entries
-                    if _ENTRY.fullmatch(one.name) and one.is_file(follow_symlinks=False)
-                ]
-
-    def size(self, shard: int, name: str) -> int:
-        """Length in bytes of one entry's file.
-
-        Raises:
-            OSError: it is gone.
-        """
-        return os.lstat(os.path.join(self.root, f"{shard:02x}", name)).st_size
-
     def closed(self) -> Iterator[tuple[str, str]]:
         """(path, reason) of every folder of entries that this user may not list: what is in it is not known."""
         for folder in itertools.chain(*self.folders()):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock of a folder of entries, and the counts of bytes that its file holds.
 
-Each shard has a count and the time at which its files were last counted (nanoseconds, Unix; 0: never, or the count is
-known to be wrong). Only the counts change under the lock: no file of an entry is made, renamed or removed meanwhile.
-It is thus held for the time of a few small reads and writes, whatever the folder holds.
+Each shard has a count of bytes, the number of its changes, and the time at which its files were last counted
+(nanoseconds, Unix; 0: never, or the count is known to be wrong). Under the lock a process reads and writes these
+numbers and does nothing else, so it is held for microseconds, whatever the folder holds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 SHARDS = 256
 _MAGIC = b"ECBYTES2"
-_ALL = struct.Struct(f"<8s{2 * SHARDS}Q")
-_ONE = struct.Struct("<2Q")
+_ALL = struct.Struct(f"<8s{3 * SHARDS}Q")
+_ONE = struct.Struct("<3Q")
 # The sum of all counts stays below 2**64.
 _MOST = (1 << 56) - 1
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -39,10 +39,10 @@ class Counts:
     def __init__(self, handle: int, data: bytes) -> None:
         self._handle = handle
         if len(data) != _ALL.size or not data.startswith(_MAGIC):
-            data = _ALL.pack(_MAGIC, *(0,) * (2 * SHARDS))
+            data = _ALL.pack(_MAGIC, *(0,) * (3 * SHARDS))
             os.pwrite(handle, data, 0)
         values = _ALL.unpack(data)
-        self._used, self.counted_at = list(values[1::2]), values[2::2]
+        self._used, self._changes, self.counted_at = list(values[1::3]), values[2::3], values[3::3]
 
     @property
     def total(self) -> int:
@@ -63,13 +63,18 @@ class Counts:
             if count and counted_at[shard] == self.counted_at[shard]:
                 self.add(shard, -count)
 
+    def state(self, shard: int) -> tuple[int, int]:
+        """Equal to an earlier one if the count has not changed since."""
+        return self._used[shard], self._changes[shard]
+
     def set(self, shard: int, used: int) -> None:
         """``used`` bytes were found in the shard's files."""
         self._write(shard, used, time.time_ns())
 
     def _write(self, shard: int, used: int, counted_at: int) -> None:
         self._used[shard] = max(0, min(used, _MOST))
-        os.pwrite(self._handle, _ONE.pack(self._used[shard], counted_at), len(_MAGIC) + shard * _ONE.size)
+        one = _ONE.pack(self._used[shard], (self._changes[shard] + 1) % (1 << 64), counted_at)
+        os.pwrite(self._handle, one, len(_MAGIC) + shard * _ONE.size)
 
 
 class FolderLock:
@@ -150,8 +155,7 @@ class FolderLock:
         while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                # Where somebody removed the folder meanwhile, the lock that was taken protects nothing any more.
-                if self.take(handle) and self._same(handle):
+                if self.take(handle):
                     return handle
             except BaseException:
                 os.close(handle)
@@ -161,9 +165,3 @@ class FolderLock:
                 raise Busy(errno.EAGAIN, f"lock of {self._root} is held by another process")
             time.sleep(pause)
             pause = min(0.02, pause * 2)
-
-    def _same(self, handle: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(handle), os.stat(self._path))
-        except FileNotFoundError:
-            return False

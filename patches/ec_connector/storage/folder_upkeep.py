@@ -24,7 +24,7 @@ _log = ledger.logger("ec")
 _PERIOD = 1800.0
 # Seconds between two passes at least, however wrong a count is.
 _PAUSE = 5.0
-# The thread rests this many times as long as it worked: the model's thread needs the interpreter more.
+# The thread rests this many times as long as it computed: the model's thread needs the interpreter more.
 _REST = 9
 # Where a file system has no locks, a file in tmp is a leftover when it is this old (seconds).
 _UNLOCKED_LEFTOVER = 3600.0
@@ -117,42 +117,44 @@ class Upkeep:
         if self._move_old(rest):
             age = 0.0
         for file in self._listing.temporaries():
-            began = time.monotonic()
+            began = time.thread_time()
             self.drop_leftover(file.path, file.shard)
-            if self._ended.wait(rest * (time.monotonic() - began)):
+            if self._ended.wait(rest * (time.thread_time() - began)):
                 return
         if not self._lock.counting:
             return
         for shard in random.sample(range(SHARDS), SHARDS):
-            began = time.monotonic()
+            began = time.thread_time()
             with self._lock.held() as counts:
                 counted_at = counts.counted_at[shard]
             # Another process may have counted it just now. A time in the future says nothing.
             if not 0 <= time.time_ns() - counted_at < age * 1e9:
                 self._count(shard)
-            if self._ended.wait(rest * (time.monotonic() - began)):
+            if self._ended.wait(rest * (time.thread_time() - began)):
                 return
 
     def _count(self, shard: int) -> None:
-        """Set a shard's count right. The lock is held for one listing of the shard, and to look at files that were
-        not there in the listing before it."""
-        found = self._listing.published(f"{shard:02x}")
-        sizes = {(os.path.basename(file.path), file.inode): file.size for file in found}
-        with self._lock.held() as counts:
+        """Set a shard's count right: unlocked, and again where the count has changed meanwhile."""
+        for _ in range(3):
+            with self._lock.held() as counts:
+                before = counts.state(shard)
             # What is being written first: it may be published meanwhile, and must not be missed.
-            files = {(file.entry, file.inode): file.size for file in self._listing.temporaries() if file.shard == shard}
-            for one in self._listing.inodes(shard):
-                size = sizes.get(one)
-                with contextlib.suppress(OSError):
-                    files[one] = self._listing.size(shard, one[0]) if size is None else size
-            counts.set(shard, sum(map(pages, files.values())))
+            sizes = {(file.entry, file.inode): file.size for file in self._listing.temporaries() if file.shard == shard}
+            for one in self._listing.published(f"{shard:02x}"):
+                if self._ended.is_set():
+                    return
+                sizes[os.path.basename(one.path), one.inode] = one.size
+            with self._lock.held() as counts:
+                if counts.state(shard) == before:
+                    counts.set(shard, sum(map(pages, sizes.values())))
+                    return
 
     def _move_old(self, rest: int) -> bool:
         """Move the entries of the layout before shards to their places; whether there were any."""
         _, folders = self._listing.folders()
         for folder in folders:
             for file in self._listing.published(folder):
-                began = time.monotonic()
+                began = time.thread_time()
                 name = os.path.basename(file.path)
                 place = os.path.join(self._listing.root, name[:2])
                 with contextlib.suppress(FileExistsError):
@@ -164,7 +166,7 @@ class Upkeep:
                         os.unlink(file.path)
                     else:
                         os.rename(file.path, target)
-                if self._ended.wait(rest * (time.monotonic() - began)):
+                if self._ended.wait(rest * (time.thread_time() - began)):
                     return True
             # Fails on a folder that holds anything, which is the point.
             with contextlib.suppress(OSError):
