@@ -43,6 +43,7 @@ from vllm_omni_patch.patches.ec_connector.storage.folder_lock import FolderLock
 from vllm_omni_patch.patches.ec_connector.storage.key import Key, encode_id, stable_u64
 
 UNLIMITED = 1 << 50
+DIGEST = ModelIdentity("bench").namespace_digest("bench", "", "bfloat16", "")
 SHAPE = (1, 1760)  # with its header one page
 PAYLOAD = memoryview(bytearray(os.urandom(SHAPE[0] * SHAPE[1] * 2)))
 OPERATIONS = ("contains", "get", "put", "evicting put", "build", "close")
@@ -52,7 +53,7 @@ BATCH = 32
 
 def key(name: str) -> Key:
     """The key of an entry of this script."""
-    return Key(encode_id(name), stable_u64(name), "bfloat16", b"n" * 32)
+    return Key(encode_id(name), stable_u64(name), "bfloat16", DIGEST)
 
 
 def entry(name: str) -> Entry:
@@ -89,6 +90,7 @@ class Sized:
         self.base, self.count, self.made = base, count, 0
         fill(base, count)
         self.roomy = FileStore(base, UNLIMITED)
+        self.cache = self.engine()
         self.full = FileStore(base, self.roomy.folder.counted() + BATCH * 4096)
         for store in (self.roomy, self.full):
             store.folder.upkeep._next = float("inf")  # measured by itself
@@ -97,20 +99,20 @@ class Sized:
         """Seconds of one operation."""
         return float(getattr(self, operation.replace(" ", "_"))())
 
-    def some(self) -> list[Key]:
-        """Keys that are there, another choice in each round."""
-        self.made += 1
-        return [key(f"entry-{self.count - 1 - (self.made * 37 + index) % (self.count // 2)}") for index in range(BATCH)]
-
     def contains(self) -> float:
-        """One header."""
-        keys = self.some()
-        return timed(lambda: [self.roomy.find(one) for one in keys]) / BATCH
+        """One lookup by the scheduler."""
+        return self.ask(self.cache.contains)
 
     def get(self) -> float:
-        """One entry, verified."""
-        keys, memory = self.some(), memoryview(bytearray(len(PAYLOAD)))
-        return timed(lambda: [self.roomy.read(one, None, lambda found: memory) for one in keys]) / BATCH
+        """One load by a worker."""
+        return self.ask(lambda name: self.cache.get(name, "cpu") is not None)
+
+    def ask(self, call: Callable[[str], bool]) -> float:
+        """Seconds of one call for an entry that is there, another choice in each round."""
+        self.made += 1
+        newest = self.count - 1
+        names = [f"entry-{newest - (self.made * 37 + index) % (self.count // 2)}" for index in range(BATCH)]
+        return timed(lambda: demand(all([call(name) for name in names]))) / BATCH
 
     def put(self) -> float:
         """One entry; removed again, unmeasured."""
@@ -129,7 +131,8 @@ class Sized:
 
     def engine(self) -> ECCacheEngine:
         """An engine on this store."""
-        config = ECConfig(disk_path=self.base, disk_bytes=UNLIMITED, shm_path=self.base + "-shm", stats_seconds=0)
+        places = {"disk_path": self.base, "disk_bytes": UNLIMITED, "shm_path": self.base + "-shm"}
+        config = ECConfig(namespace="bench", stats_seconds=0, **places)  # type: ignore[arg-type]
         return ECCacheEngine(config, ModelIdentity("bench", engine_id=""), role="worker", dtype=torch.bfloat16)
 
     def build(self) -> float:
@@ -146,6 +149,12 @@ class Sized:
         engine.put(f"closing-{self.made}", torch.zeros(SHAPE, dtype=torch.bfloat16))
         engine.flush(10)
         return timed(engine.close)
+
+
+def demand(true: bool) -> None:
+    """Stop where what is measured does not work."""
+    if not true:
+        raise SystemExit("an operation that is measured failed")
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -87,11 +87,12 @@ class Folder:
         """
         demand_folder(self.listing.tmp)
         path = os.path.join(self.listing.tmp, f"{key.file}.{self._host}.tmp")
-        handle = self._create(path, key.shard)
-        if handle is None:
+        created = self._create(path, key.shard)
+        if created is None:
             return None
+        handle, now = created
         try:
-            wrong = self.limit is not None and self._count_in(key.shard, size, handle)
+            wrong = self.limit is not None and self._count_in(key.shard, size, handle, now)
             self.upkeep.start_if_due(wrong)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -188,8 +189,9 @@ class Folder:
         with self.lock.held() as counts:
             return counts.total
 
-    def _create(self, path: str, shard: int) -> int | None:
-        """Make and lock the file to write to; ``None`` when a live writer has it."""
+    def _create(self, path: str, shard: int) -> tuple[int, float] | None:
+        """Make and lock the file to write to; returns it and the time by the file system's clock. ``None``: a live
+        writer has it."""
         for _ in range(4):
             try:
                 handle = os.open(path, _CREATE, 0o600)
@@ -199,8 +201,9 @@ class Folder:
                 return None
             try:
                 # Before it was locked it looked like a leftover, and another process may have removed it.
-                if self.lock.take(handle) and os.path.samestat(os.fstat(handle), os.lstat(path)):
-                    return handle
+                made = os.fstat(handle)
+                if self.lock.take(handle) and os.path.samestat(made, os.lstat(path)):
+                    return handle, made.st_mtime
             except FileNotFoundError:
                 pass
             except BaseException:
@@ -209,11 +212,9 @@ class Folder:
             os.close(handle)
         return None
 
-    def _count_in(self, shard: int, size: int, handle: int) -> bool:
+    def _count_in(self, shard: int, size: int, handle: int, now: float) -> bool:
         """Count the bytes of an entry, with room made for it; whether a count is known to be wrong."""
         needed = pages(size)
-        # The file was made just now, by the file system's clock.
-        now = max(time.time(), os.fstat(handle).st_mtime)
         recounted = False
         while True:
             # Whoever counts the shard again sees these bytes from now on, for a moment twice rather than never.
@@ -225,7 +226,7 @@ class Folder:
                     counts.add(shard, needed)
                     return not all(counts.counted_at)
             os.ftruncate(handle, 0)
-            if needed > limit or not self._evict(used + needed - limit, limit, now):
+            if needed > limit or not self._evict(used + needed - limit, limit, max(now, time.time())):
                 if needed > limit or recounted:
                     raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
                 # Counted as full, and next to nothing is there to evict: the counts are wrong, and quickly put right.
