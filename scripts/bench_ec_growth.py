@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -66,19 +67,18 @@ def write(store: FileStore, name: str) -> str:
     return store.write(key(name), entry(name), PAYLOAD)
 
 
-def fill(base: str, count: int) -> None:
-    """Make a store of ``count`` entries last used one second apart, without the package's locks and counts."""
+def fill(base: str, names: list[str]) -> None:
+    """Make a store of entries last used one second apart, without the package's locks and counts."""
     FileStore(base, UNLIMITED).folder.make()
     root = os.path.join(base, "ec-v1")
     for shard in range(256):
         os.mkdir(os.path.join(root, f"{shard:02x}"), 0o700)
     now = time.time()
-    for index in range(count):
-        name = f"entry-{index}"
+    for index, name in enumerate(names):
         path = os.path.join(root, key(name).path)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         os.writev(handle, [entry(name).header, PAYLOAD])
-        os.utime(handle, (now - count + index,) * 2)
+        os.utime(handle, (now - len(names) + index,) * 2)
         os.close(handle)
     FileStore(base, UNLIMITED).folder.usage()
 
@@ -88,7 +88,8 @@ class Sized:
 
     def __init__(self, base: str, count: int) -> None:
         self.base, self.count, self.made = base, count, 0
-        fill(base, count)
+        self.names = [f"entry-{index}" for index in range(count)]
+        fill(base, self.names)
         self.roomy = FileStore(base, UNLIMITED)
         self.cache = self.engine()
         self.full = FileStore(base, self.roomy.folder.counted() + BATCH * 4096)
@@ -109,9 +110,7 @@ class Sized:
 
     def ask(self, call: Callable[[str], bool]) -> float:
         """Seconds of one call for an entry that is there, another choice in each round."""
-        self.made += 1
-        newest = self.count - 1
-        names = [f"entry-{newest - (self.made * 37 + index) % (self.count // 2)}" for index in range(BATCH)]
+        names = random.sample(self.names[-self.count // 2 :], BATCH)  # the older half may have been evicted
         return timed(lambda: demand(all([call(name) for name in names]))) / BATCH
 
     def put(self) -> float:
@@ -127,6 +126,7 @@ class Sized:
         """One entry in a full store."""
         self.made += 1
         names = [f"evicting-{self.made}-{index}" for index in range(4 * BATCH)]
+        self.names += names
         return timed(lambda: [write(self.full, name) for name in names]) / (4 * BATCH)
 
     def engine(self) -> ECCacheEngine:
@@ -248,6 +248,7 @@ def beside_upkeep(sized: Sized) -> bool:
 def commands(sized: Sized) -> bool:
     """The commands on the largest store, each as a process of its own."""
     good = True
+    os.sync()  # the disk still writes what was measured before
     for words in (["stats"], ["clear", "--all"]):
         call = [
             os.path.join(os.path.dirname(sys.executable), "vllm-omni-patch"),

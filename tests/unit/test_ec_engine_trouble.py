@@ -78,6 +78,48 @@ def test_what_cannot_be_removed_is_blocklisted_until_put_again(
     assert scheduler.contains("id") and same(worker.get("id", "cpu"), output(4, 4, seed=1))
 
 
+@pytest.mark.parametrize("damage", ["header", "payload"])
+@pytest.mark.parametrize("shm", ["works", "is full"])
+def test_a_damaged_entry_on_a_read_only_disk_is_said_once_and_found_again_when_encoded_again(
+    damage: str,
+    shm: str,
+    build: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, scheduler = build(disk=True), build("scheduler", disk=True)
+    assert worker.put("id", output(4, 4)) and worker.flush(5)
+    (path,) = entry_files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[20 if damage == "header" else -1] ^= 1
+    path.write_bytes(data)
+
+    opens, makes = os.open, os.mkdir
+
+    def refusing(real: Any) -> Any:
+        def call(where: Any, *args: Any, **more: Any) -> Any:
+            read_only = str(where).startswith(str(tmp_path / "disk")) and (real is not opens or args[0] & os.O_RDWR)
+            full = shm == "is full" and "blocklisted" in str(where) and real in (opens, makes)
+            if read_only or full:
+                raise OSError(errno.EROFS if read_only else errno.ENOSPC, "refused")
+            return real(where, *args, **more)
+
+        return call
+
+    for name in ("open", "unlink", "rename", "mkdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    for _ in range(5):
+        assert worker.get("id", "cpu") is None
+        # Without a list that all processes share, each finds a damaged payload by itself.
+        assert not scheduler.contains("id") or (shm, damage) == ("is full", "payload")
+    assert caplog.text.count("is unusable") == 1 and worker.stats.snapshot().bad_entries == 1
+    assert worker.put("id", output(4, 4)) and worker.flush(5)
+    for _ in range(5):
+        assert scheduler.contains("id") and same(worker.get("id", "cpu"), output(4, 4))
+    assert caplog.text.count("is unusable") == 1
+
+
 def test_disk_trouble_pauses_writes_with_one_warning_and_they_resume(
     build: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -290,8 +290,6 @@ class ECCacheEngine:
         return "queue full"
 
     def _get(self, key: Key, device: str, rows: int | None) -> torch.Tensor | None:
-        if self._run_folder.blocklisted(key.path):
-            return None
         to_cuda = torch.device(device).type == "cuda"
         for tier in self._tiers.local:
             holder: list[torch.Tensor] = []

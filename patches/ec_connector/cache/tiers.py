@@ -63,7 +63,9 @@ class Tiers:
         """Make the tiers that ``config`` asks for. A folder that cannot be made now is tried again at each store."""
         local = []
         if config.disk_path:
-            store = FileStore(config.disk_path, config.disk_bytes, touch_seconds=config.touch_seconds)
+            store = FileStore(
+                config.disk_path, config.disk_bytes, touch_seconds=config.touch_seconds, blocklist=run_folder
+            )
             local.append(FileTier(f"disk {config.disk_path}", store))
         limit = max(0, config.cpu_bytes - config.staging)
         room = run_folder.room()
@@ -77,7 +79,7 @@ class Tiers:
                     limit / GIB,
                 )
             limit = room
-        memory = FileStore(run_folder.path, limit, touch_seconds=0.0, spare=limit // 4)
+        memory = FileStore(run_folder.path, limit, touch_seconds=0.0, spare=limit // 4, blocklist=run_folder)
         local.append(FileTier("shared CPU memory", memory, private=True))
         for tier in local:
             try:
@@ -95,7 +97,7 @@ class Tiers:
         for tier in self.local:
             try:
                 if tier.store.find(key, rows):
-                    return not self.run_folder.blocklisted(key.path)
+                    return True
             except BadEntry as error:
                 self.bad(tier, key, error)
             except OSError as error:
@@ -109,12 +111,8 @@ class Tiers:
         return any(tier.store.has(key, rows, columns, dtype) for tier in self.local)
 
     def bad(self, tier: FileTier, key: Key, error: BadEntry) -> None:
-        """Remove a damaged entry, or blocklist it where it cannot be removed; one on the blocklist is old news."""
-        if self.run_folder.blocklisted(key.path):
-            return
-        gone = tier.store.remove(key, error.seen)
-        if not gone:
-            self.run_folder.blocklist(key.path)
+        """Remove a damaged entry, or blocklist it where it cannot be removed."""
+        gone = tier.store.reject(key, error.seen)
         if self.run_folder.first_to_find(key.path, f"{error.seen.st_ino} {error.seen.st_mtime_ns}"):
             bad_entry(self.stats, key, tier.name, error, gone)
 
@@ -122,19 +120,21 @@ class Tiers:
         """A load failed. Blocklist an entry whose file is there and cannot be read, unless this process is what lacks
         something: the next lookup, which reads the header only, would promise it again."""
         self.stats.read_failure(tier.name, error)
-        if error.errno not in _OWN_TROUBLE and os.path.lexists(os.path.join(tier.store.folder.root, key.path)):
-            self.run_folder.blocklist(key.path)
+        if error.errno not in _OWN_TROUBLE:
+            tier.store.reject(key, remove=False)
 
     def discard(self, key: Key) -> None:
         """Remove an entry everywhere; blocklist it where that fails."""
-        local = [tier.store.remove(key) for tier in self.local]
-        remote = [tier.discard(key) for tier in self.remote if key.shared]
-        if not all(local + remote):
+        for tier in self.local:
+            tier.store.reject(key)
+        if key.shared and not all([tier.discard(key) for tier in self.remote]):
             self.run_folder.blocklist(key.path)
 
     def load_remote(self, key: Key, rows: int | None) -> tuple[Entry, memoryview] | None:
         """The entry and its verified payload, from the first remote that has it."""
-        for tier in self.remote if key.shared else ():
+        if not key.shared or self.run_folder.blocklisted(key.path):
+            return None
+        for tier in self.remote:
             loaded = tier.load(key, rows)
             if loaded is not None:
                 return loaded

@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from .entry import PIECE, Entry, FormatError, read_entry
 from .folder import OPEN_ENTRY, Folder
@@ -71,11 +71,22 @@ class OpenEntry:
             raise BadEntry("checksum differs", self.status)
 
 
+class Blocklist(Protocol):
+    """What an engine's processes tell one another about files that cannot be used and cannot be removed."""
+
+    def blocklist(self, path: str) -> None:
+        """Put it on the list."""
+
+    def blocklisted(self, path: str) -> bool:
+        """Whether it is on the list."""
+
+
 class FileStore:
     """Entries in the files of one :class:`Folder`. Thread-safe and process-safe.
 
-    ``base``, ``limit`` and ``spare`` are as for :class:`Folder`. Methods raise ``OSError`` for trouble with the
-    storage; a caller decides what that means.
+    ``base``, ``limit`` and ``spare`` are as for :class:`Folder`. A file on the ``blocklist`` is as good as absent,
+    until another one is in its place. Methods raise ``OSError`` for trouble with the storage; a caller decides what
+    that means.
     """
 
     def __init__(
@@ -85,8 +96,11 @@ class FileStore:
         *,
         touch_seconds: float = 10.0,
         spare: int = 0,
+        blocklist: Blocklist | None = None,
     ) -> None:
         self.folder = Folder(base, limit, spare=spare)
+        self._blocklist = blocklist
+        self._blocked: set[str] = set()  # by this process, for the case that the list cannot be written
         self.limit = limit
         self._touch_seconds = touch_seconds
 
@@ -100,9 +114,17 @@ class FileStore:
             OSError: the storage failed.
         """
         try:
-            return open_path(os.path.join(self.folder.root, key.path))
+            found = open_path(os.path.join(self.folder.root, key.path))
         except FileNotFoundError:
             return None
+        except BadEntry as error:
+            if self._is_blocked(key, error.seen):
+                return None
+            raise
+        if self._is_blocked(key, found.status):
+            found.close()
+            return None
+        return found
 
     def find(self, key: Key, rows: int | None = None) -> Entry | None:
         """What the header says of the entry that matches ``key`` and ``rows``; ``None``: no such.
@@ -214,6 +236,30 @@ class FileStore:
     def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
         """Remove the entry at ``key``'s address. True when nothing is there afterwards."""
         return self.folder.remove(key, seen)
+
+    def reject(self, key: Key, seen: os.stat_result | None = None, *, remove: bool = True) -> bool:
+        """Remove an entry that cannot be used, if it is still the file ``seen`` where given; put it on the blocklist
+        where that fails, or at once without ``remove``. True when it is gone."""
+        if remove and self.remove(key, seen):
+            return True
+        try:
+            mark = self._mark(key, seen or os.lstat(os.path.join(self.folder.root, key.path)))
+        except OSError:
+            return False
+        self._blocked.add(mark)
+        if self._blocklist is not None:
+            self._blocklist.blocklist(mark)
+        return False
+
+    def _is_blocked(self, key: Key, status: os.stat_result) -> bool:
+        if not self._blocked and self._blocklist is None:
+            return False
+        mark = self._mark(key, status)
+        return mark in self._blocked or (self._blocklist is not None and self._blocklist.blocklisted(mark))
+
+    def _mark(self, key: Key, status: os.stat_result) -> str:
+        # The time of a file that cannot be used does not change: only a load sets it.
+        return f"{self.folder.root}/{key.path} {status.st_ino} {status.st_mtime_ns}"
 
     def _touch(self, found: OpenEntry) -> None:
         now = time.time()
