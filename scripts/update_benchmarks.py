@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RUNS: dict[str, tuple[str, list[str]]] = {
     "startup": ("What the package costs at interpreter start", ["bench_startup.py", "--vllm-rounds", "40"]),
     "ec": ("Encoder cache: the engine alone", ["bench_ec.py"]),
+    "ec_growth": ("Encoder cache: folders of many entries", ["bench_ec_growth.py"]),
     "checksum": ("Encoder cache: the checksum", ["bench_checksum.py"]),
     "ec_weights": ("Encoder cache: looking at the weights", ["bench_ec_weights.py"]),
     "ec_vllm": ("Encoder cache: through a real vLLM", ["bench_ec_vllm.py"]),

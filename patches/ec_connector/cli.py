@@ -7,15 +7,17 @@ Safe while engines use the folder. ``PATH`` is the folder that ``ec_local_disk``
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +27,8 @@ from .storage.folder import ROOT_NAME, Folder
 from .storage.folder_listing import Published
 
 app = typer.Typer(no_args_is_help=True, help="Encoder outputs stored in a folder: count, verify, clear.")
+T = TypeVar("T")
+_THREADS = 8
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _Path = Annotated[Path, typer.Argument(help="Folder given as ec_local_disk, or the path of an fs:// URL.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -36,8 +40,14 @@ class _Group:
 
     entries: int = 0
     bytes: int = 0
-    oldest: float = 0.0
-    newest: float = 0.0
+    oldest: float = math.inf
+    newest: float = -math.inf
+
+    def add(self, entries: int, size: int, oldest: float, newest: float) -> None:
+        """Add so many more."""
+        self.entries += entries
+        self.bytes += size
+        self.oldest, self.newest = min(self.oldest, oldest), max(self.newest, newest)
 
 
 @app.command()
@@ -47,16 +57,20 @@ def stats(path: _Path, as_json: _Json = False) -> None:
     now = time.time()
     groups: dict[str, _Group] = {}
     unreadable: list[str] = []
+
+    def read(files: Iterator[Published]) -> dict[str, _Group]:
+        found: dict[str, _Group] = {}
+        for file in files:
+            entry, error = _header(file.path)
+            if entry is None:
+                unreadable.append(f"{file.path}: {error}")
+            found.setdefault(_model(entry), _Group()).add(1, file.size, file.used, file.used)
+        return found
+
     with _interruptible(lambda: "No numbers are shown, because they would be incomplete"):
-        for files in _by_folder(folder, "Counting"):
-            for file in files:
-                entry, error = _header(file.path)
-                if entry is None:
-                    unreadable.append(f"{file.path}: {error}")
-                group = groups.setdefault(_model(entry), _Group(oldest=file.used, newest=file.used))
-                group.entries += 1
-                group.bytes += file.size
-                group.oldest, group.newest = min(group.oldest, file.used), max(group.newest, file.used)
+        for found in _by_folder(folder, "Counting", read):
+            for name, group in found.items():
+                groups.setdefault(name, _Group()).add(group.entries, group.bytes, group.oldest, group.newest)
     unreadable += [f"{closed}: {reason}" for closed, reason in folder.listing.closed()]
     writing = sum(1 for _ in folder.listing.temporaries())
     total = sum(group.bytes for group in groups.values())
@@ -94,24 +108,28 @@ def verify(
 ) -> None:
     """Read every entry and compare its checksum. Exit status 1 when one fails or cannot be read."""
     folder = _folder(path)
-    good = 0
+    good: list[int] = []
     bad: dict[str, str] = {}
     removed: set[str] = set()
-    with _interruptible(lambda: f"{good} entries were sound, {len(bad)} were not, {len(removed)} were removed"):
-        for files in _by_folder(folder, "Verifying"):
-            for file in files:
-                reason = _verify(file.path)
-                if not reason:
-                    good += 1
-                    continue
-                bad[file.path] = reason
-                if remove and folder.drop([file]):
-                    removed.add(file.path)
+
+    def check(files: Iterator[Published]) -> None:
+        for file in files:
+            reason = _verify(file.path)
+            if not reason:
+                good.append(1)
+                continue
+            bad[file.path] = reason
+            if remove and folder.drop([file]):
+                removed.add(file.path)
+
+    with _interruptible(lambda: f"{len(good)} entries were sound, {len(bad)} were not, {len(removed)} were removed"):
+        for _ in _by_folder(folder, "Verifying", check):
+            pass
     closed = dict(folder.listing.closed())
     if as_json:
-        _print_json(path=folder.root, good=good, bad=bad, removed=len(removed), unreadable=closed)
+        _print_json(path=folder.root, good=len(good), bad=bad, removed=len(removed), unreadable=closed)
     else:
-        _echo(f"{folder.root}: {good} entries are sound, {len(bad)} are not")
+        _echo(f"{folder.root}: {len(good)} entries are sound, {len(bad)} are not")
         for name, reason in bad.items():
             outcome = "removed" if name in removed else "not removed" if remove else "bad"
             _echo(f"  {outcome}: {name}: {reason}")
@@ -134,7 +152,7 @@ def clear(
     limit = _seconds(older_than)
     folder = _folder(path)
     now = time.time()
-    removed = freed = 0
+    removed: list[int] = []
 
     def chosen(file: Published) -> bool:
         if limit is not None and now - file.used < limit:
@@ -147,24 +165,35 @@ def clear(
     try:
         folder.make(parents=False)  # a folder without a limit has no lock yet
         folder.counted()
-        with _interruptible(lambda: f"Removed {removed} entries ({_size(freed)})"):
-            for files in _by_folder(folder, "Clearing"):
-                gone = folder.drop(filter(chosen, files))
-                removed += len(gone)
-                freed += sum(file.size for file in gone)
+        with _interruptible(lambda: f"Removed {len(removed)} entries ({_size(sum(removed))})"):
+            for _ in _by_folder(
+                folder,
+                "Clearing",
+                lambda files: removed.extend(file.size for file in folder.drop(filter(chosen, files))),
+            ):
+                pass
             left_bytes, left = folder.usage()
     except OSError as error:
         _echo(
-            f"{folder.root}: removed {removed} entries, then stopped: {error}. "
+            f"{folder.root}: removed {len(removed)} entries, then stopped: {error}. "
             "The folder and its file lock must be writable for you, and no symbolic link.",
             err=True,
         )
         raise typer.Exit(2) from None
     closed = dict(folder.listing.closed())
     if as_json:
-        _print_json(path=folder.root, removed=removed, freed=freed, left=left, left_bytes=left_bytes, unreadable=closed)
+        _print_json(
+            path=folder.root,
+            removed=len(removed),
+            freed=sum(removed),
+            left=left,
+            left_bytes=left_bytes,
+            unreadable=closed,
+        )
         return
-    _echo(f"{folder.root}: removed {removed} entries ({_size(freed)}); {left} are left ({_size(left_bytes)})")
+    _echo(
+        f"{folder.root}: removed {len(removed)} entries ({_size(sum(removed))}); {left} are left ({_size(left_bytes)})"
+    )
     _echo_closed(closed)
 
 
@@ -181,16 +210,21 @@ def _folder(path: Path) -> Folder:
     return folder
 
 
-def _by_folder(folder: Folder, what: str) -> Iterator[list[Published]]:
-    """The entries' files, one folder after another, with a progress bar on a terminal."""
+def _by_folder(folder: Folder, what: str, work: Callable[[Iterator[Published]], T]) -> Iterator[T]:
+    """``work`` on the entries' files of each folder, with a progress bar on a terminal. In several threads, because a
+    disk serves several requests at once."""
     shards, old = folder.listing.folders()
     names = sorted(shards) + old
-    if not sys.stderr.isatty():
-        yield from (list(folder.listing.published(name)) for name in names)
-        return
-    with typer.progressbar(names, label=what, file=sys.stderr) as shown:
-        for name in shown:
-            yield list(folder.listing.published(name))
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        results = pool.map(lambda name: work(folder.listing.published(name)), names)
+        if not sys.stderr.isatty():
+            yield from results
+        else:
+            with typer.progressbar(results, length=len(names), label=what, file=sys.stderr) as shown:
+                yield from shown
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -199,7 +233,7 @@ def _interruptible(so_far: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _echo(f"\nInterrupted. {so_far()}. The cache is in order; run the command again for the rest.", err=True)
+        _echo(f"Interrupted. {so_far()}. The store is unharmed; run the command again to finish.", err=True)
         raise typer.Exit(130) from None
 
 

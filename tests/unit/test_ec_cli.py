@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,8 @@ from typer.testing import CliRunner
 from vllm_omni_patch.patches.ec_connector.cache import ECCacheEngine, ECConfig, ModelIdentity
 from vllm_omni_patch.patches.ec_connector.cli import app
 from vllm_omni_patch.patches.ec_connector.storage.entry import Entry
+from vllm_omni_patch.patches.ec_connector.storage.files import FileStore
+from vllm_omni_patch.patches.ec_connector.storage.folder_listing import Listing
 from vllm_omni_patch.patches.ec_connector.storage.key import Key, stable_u64
 
 
@@ -142,3 +148,50 @@ def test_clear_spares_what_is_behind_links(folder: Path, tmp_path: Path) -> None
     (folder / "ec-v1" / ("a" * 32)).symlink_to(theirs.parent)
     assert call("clear", folder, "--all")[0] == 0
     assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["stats"], "No numbers are shown"),
+        (["verify"], " entries were sound, 0 were not, 0 were removed"),
+        (["clear", "--all"], "Removed "),
+    ],
+)
+def test_an_interrupted_command_says_how_far_it_came_and_harms_nothing(
+    words: list[str], sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    real = Listing.published
+
+    def published(self: Listing, name: str) -> Any:
+        looked.append(name)
+        if len(looked) == 3:
+            raise KeyboardInterrupt
+        yield from real(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Listing, "published", published)
+        code, text = call(words[0], folder, *words[1:])
+    assert code == 130 and sentence in text and "run the command again" in text
+    left = len(entries(folder))
+    assert left == 5 if words[0] != "clear" else f"Removed {5 - left} entries" in text and left > 0
+    assert call("verify", folder)[0] == 0
+    engine = FileStore(str(folder), 1 << 30)
+    counted = engine.folder.counted()
+    assert counted == engine.folder.usage()[0], "what was removed was taken off the count"
+
+
+def test_a_terminal_shows_progress_and_a_pipe_does_not(folder: Path) -> None:
+    command = [sys.executable, "-m", "vllm_omni_patch.commands.main", "ec", "stats", str(folder)]
+    ours, theirs = pty.openpty()
+    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(ours, 4096):
+            text += piece
+    os.close(ours)
+    assert b"Counting" in text and b"100%" in text and b"5 entries" in shown.stdout
+    piped = subprocess.run(command, capture_output=True, check=True)
+    assert piped.stderr == b"" and b"5 entries" in piped.stdout
