@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,14 +46,15 @@ def reference(folder: Path, model: str) -> dict[int, Answer]:
 
 
 @contextlib.contextmanager
-def storage(kind: str, folder: Path) -> Iterator[dict[str, str]]:
+def storage(kind: str, folder: Path) -> Iterator[tuple[dict[str, str], Callable[[], None]]]:
+    """Its settings, and what ends it."""
     if kind == "disk":
-        yield {"LMCACHE_EC_LOCAL_DISK": str(folder / "shared")}
+        yield {"LMCACHE_EC_LOCAL_DISK": str(folder / "shared")}, lambda: None
         return
     need("redis")
     port = free_port()
-    with redis(port):
-        yield {"LMCACHE_EC_REMOTE_URL": f"redis://127.0.0.1:{port}"}
+    with redis(port) as process:
+        yield {"LMCACHE_EC_REMOTE_URL": f"redis://127.0.0.1:{port}"}, process.kill
 
 
 @contextlib.contextmanager
@@ -73,7 +74,7 @@ def test_what_the_producer_stores_the_consumer_finds(
     folder: Path, model: str, reference: dict[int, Answer], kind: str
 ) -> None:
     with (
-        storage(kind, folder) as env,
+        storage(kind, folder) as (env, end),
         pair(model, folder, {**env, **BESIDE}) as (producer, consumer),
         epd_proxy.Proxy(str(folder), [producer], [consumer]) as proxy,
     ):
@@ -84,6 +85,14 @@ def test_what_the_producer_stores_the_consumer_finds(
         assert counted(consumer, "hits", len(IMAGES)) == len(IMAGES)
         assert counters(consumer).get("misses", 0) == counters(consumer).get("fallbacks", 0) == 0
         assert proxy.log().count("Rewrote 1 media item(s)") == len(IMAGES), "no request was sent twice"
+        if kind == "redis":
+            end()
+            assert proxy.image(100).status == 500, "what came without its data cannot be encoded"
+            assert proxy.chat(text="Hello").ok and producer.healthy() and consumer.healthy()
+            with epd_proxy.Proxy(str(folder), [producer], [consumer], "--no-rewrite") as other:
+                for seed in (*IMAGES, 100):
+                    answer = other.image(seed)
+                    assert answer.ok and (seed == 100 or answer.same(reference[seed], 1e-4))
 
 
 def test_a_proxy_whose_ids_differ_is_named_and_no_rewrite_helps(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer that never finds what a producer stored says so once; nobody else says it."""
+"""A consumer that never finds what a producer stored says so once; one that got metadata alone never encodes it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from support.ec_requests import request
 from vllm_omni_patch.patches.ec_connector.stats import ECStats
+from vllm_omni_patch.patches.ec_connector.vllm import items
 from vllm_omni_patch.patches.ec_connector.vllm.disaggregated import NothingFound
 
 
@@ -52,3 +53,29 @@ def test_a_consumer_that_finds_nothing_says_so_once(caplog: pytest.LogCaptureFix
 def test_no_false_alarm(case: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     run(**case)
     assert caplog.records == []
+
+
+QWEN = {"image": {"image_grid_thw"}, "video": {"video_grid_thw", "timestamps"}}
+
+
+@pytest.mark.parametrize(
+    ("modality", "data", "alone"),
+    [
+        ("image", None, True),
+        ("image", {"image_grid_thw"}, True),
+        ("image", {"image_grid_thw", "pixel_values"}, False),
+        ("image", {"image_grid_thw", "image_embeds"}, False),
+        ("video", {"video_grid_thw"}, True),
+        ("video", {"video_grid_thw", "timestamps"}, True),
+        ("video", {"video_grid_thw", "pixel_values_videos"}, False),
+        ("audio", {"input_features"}, False),
+        ("audio", set(), False),
+    ],
+)
+def test_what_cannot_be_encoded(monkeypatch: pytest.MonkeyPatch, modality: str, data: Any, alone: bool) -> None:
+    """An item that is encoded without its data ends the engine."""
+    feature = SimpleNamespace(modality=modality, data=None if data is None else dict.fromkeys(data))
+    monkeypatch.setattr(items, "placeholder_fields", lambda modality: QWEN.get(modality, set()))
+    assert items.is_metadata_only(feature) is alone
+    monkeypatch.setattr(items, "placeholder_fields", lambda modality: set())
+    assert items.is_metadata_only(feature) is (data is None)

@@ -13,6 +13,7 @@ from vllm_omni_patch import ledger
 
 from ..stats import ECStats
 from ..storage.key import is_request_scoped
+from . import items
 
 _log = ledger.logger("ec")
 # A consumer that finds none of so many different items is set up wrongly; the first few may come before their producer
@@ -23,31 +24,37 @@ _ENOUGH = 20
 class ItemMetadata:
     """``ec_transfer_params`` of a producer's answers (vLLM 0.30.0 and later; earlier answers have no such field).
 
-    An ``ec_both`` instance adds nothing: its answers go to clients.
+    An ``ec_both`` instance adds nothing: its answers go to clients. A consumer learns here which items cannot be
+    encoded, because they came as metadata.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self._collect: Any = None
         self._failed = False
-        if vllm_config.ec_transfer_config.ec_role == "ec_producer":
-            try:
-                from vllm.distributed.ec_transfer.ec_connector import utils
-            except ImportError:
-                return
-            self._collect = getattr(utils, "collect_ec_item_metadata", None)
-            if self._collect is not None:
-                self._resolver = utils.PlaceholderMetadataResolver(vllm_config.model_config)
+        transfer = vllm_config.ec_transfer_config
+        try:
+            from vllm.distributed.ec_transfer.ec_connector.utils import (
+                PlaceholderMetadataResolver,
+                collect_ec_item_metadata,
+            )
+        except ImportError:
+            return
+        self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
+        if transfer.is_ec_consumer:
+            items.placeholder_fields = self._resolver.fields_for
+        if transfer.ec_role == "ec_producer":
+            self._collect = collect_ec_item_metadata
 
     def of(self, request: Any) -> dict[str, Any] | None:
         """Metadata of each item by ``mm_hash``, or ``None`` where there is nothing to say. Never raises."""
         if self._collect is None or not request.mm_features:
             return None
         try:
-            items: dict[str, Any] = self._collect(request.mm_features, self._resolver)
-            for mm_hash, item in items.items():
+            described: dict[str, Any] = self._collect(request.mm_features, self._resolver)
+            for mm_hash, item in described.items():
                 if is_request_scoped(mm_hash, request.request_id):
                     item["metadata"] = {}  # not stored, so the consumer needs the data
-            return items or None
+            return described or None
         except Exception as error:
             if not self._failed:
                 self._failed = True

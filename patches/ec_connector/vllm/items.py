@@ -7,7 +7,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,11 @@ from .adapters import AdapterFiles, LoadedAdapters
 _PROMPT_EMBEDS = "prompt_embeds"
 # A processed item with a key of this ending (``image_embeds``, ``audio_embeds``) was computed by the client.
 _PRECOMPUTED_ENDING = "_embeds"
+
+
+# Fields of the served model's items, by modality, that only say how many rows an item has: an item may come with these
+# alone. Set by a consumer's connector where vLLM tells them (0.30 and later).
+placeholder_fields: Callable[[str], Collection[str] | None] = dict[str, Collection[str]]().get
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,14 @@ def is_precomputed(feature: Any) -> bool:
 
 
 def is_metadata_only(feature: Any) -> bool:
-    """Whether the item came without anything to encode: its embedding can only come from a cache."""
-    return feature.data is None
+    """Whether the item came without anything to encode: its embedding can only come from a cache.
+
+    It has no data at all, or nothing but what says how many rows it has (Qwen-VL: ``image_grid_thw``).
+    """
+    if feature.data is None:
+        return True
+    fields = placeholder_fields(feature.modality)
+    return all(key in fields for key in feature.data) if fields else False
 
 
 class ItemKeys:
