@@ -342,12 +342,13 @@ def part_crowd(folder: str, processes: int, seconds: float) -> bool:
     root = Path(folder, "disk")
     watched = Folder(str(root), limit)
     while any(member.is_alive() for member in members) and results.qsize() < processes:
-        # With the lock held nothing is counted, and what was counted before has its final size.
+        # With the lock held nothing is counted, and only what was counted before is written.
         with contextlib.suppress(OSError), watched.lock.held():
             sizes = {}
             for path in itertools.chain(root.rglob("*.tmp"), root.rglob("*.ec")):
                 with contextlib.suppress(OSError):
-                    sizes[path.stat().st_ino] = path.stat().st_size  # once, where it is published meanwhile
+                    about = path.stat()
+                    sizes[about.st_ino] = about.st_blocks * 512  # once, where it is published meanwhile
             highest = max(highest, sum(sizes.values()))
             looks += 1
         time.sleep(0.05)

@@ -120,6 +120,16 @@ def test_what_was_removed_by_hand_makes_room_at_once_where_nothing_is_left(tmp_p
     assert write(store, "a", 64) == "stored" and store.folder.counted() == PAGE
 
 
+def test_what_killed_processes_had_counted_takes_no_room_from_a_small_folder(tmp_path: Path) -> None:
+    store = full_store(tmp_path, 30)
+    for index in range(50):
+        with store.folder.lock.held() as counts:
+            counts.add(index, 5 * PAGE)
+        assert write(store, f"new{index}", 64) == "stored"
+        assert len(published(store)) == 30
+    assert store.folder.counted() == on_disk(store)
+
+
 def test_stores_go_on_while_shards_are_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every count ends up right, whatever was stored, replaced, evicted and removed meanwhile."""
     store = full_store(tmp_path, 300)

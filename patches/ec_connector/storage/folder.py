@@ -133,7 +133,9 @@ class Folder:
         Raises:
             OSError: the folder cannot be used.
         """
-        return self.limit is not None and self._evict(pages(size), self.limit, time.time()) > 0
+        if self.limit is None:
+            return False
+        return self._evict(pages(size), self.limit, time.time(), *self.listing.sample(_SAMPLE)) > 0
 
     def remove(self, key: Key, seen: os.stat_result | None = None) -> bool:
         """Remove an entry, only if it is still the file ``seen`` where given. True when it is gone.
@@ -226,12 +228,18 @@ class Folder:
                     counts.add(shard, needed)
                     return not all(counts.counted_at)
             os.ftruncate(handle, 0)
-            if needed > limit or not self._evict(used + needed - limit, limit, max(now, time.time())):
-                if needed > limit or recounted:
-                    raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
-                # Counted as full, and next to nothing is there to evict: the counts are wrong, and quickly put right.
+            files, whole = self.listing.sample(_SAMPLE)
+            if needed <= limit and whole and not recounted and self._is_less(files, used):
+                # Processes were killed, or files removed by hand. Of so few files the counts are quickly put right.
                 self.upkeep.everything()
                 recounted = True
+            elif needed > limit or not self._evict(used + needed - limit, limit, max(now, time.time()), files, whole):
+                raise OSError(errno.ENOSPC, f"no room for {size} bytes within the limit of {limit} bytes")
+
+    def _is_less(self, files: list[Published], used: int) -> bool:
+        """Whether all of the folder's ``files`` are less than was counted."""
+        sizes = [file.size for file in files] + [file.size for file in self.listing.temporaries()]
+        return sum(map(pages, sizes)) < used
 
     def _limit_now(self, used: int) -> int:
         """The limit, or less where others have filled the file system but for ``spare`` bytes."""
@@ -241,11 +249,11 @@ class Folder:
             limit = max(0, min(limit, used + status.f_bavail * status.f_frsize - self._spare))
         return limit
 
-    def _evict(self, wanted: int, limit: int, now: float) -> int:
-        """Remove ``wanted`` bytes of entries, the least recently used of a sample; returns how many bytes went."""
+    def _evict(self, wanted: int, limit: int, now: float, files: list[Published], whole: bool) -> int:
+        """Remove ``wanted`` bytes of entries, the least recently used of a sample, and of larger samples where that is
+        not enough. ``whole``: there are no more than ``files``. Returns how many bytes went."""
         freed, size = 0, _SAMPLE
-        while freed < wanted:
-            files, whole = self.listing.sample(size)
+        while True:
             files.sort(key=lambda file: (file.used <= now + _FUTURE, file.used))
             victims: list[Published] = []
             total = freed
@@ -257,10 +265,10 @@ class Folder:
                 total += pages(file.size)
             gone = sum(pages(file.size) for file in self.drop(victims))
             freed += gone
-            if whole or not gone:
-                break
+            if freed >= wanted or whole or not gone:
+                return freed
             size = min(2 * size, _LARGEST_SAMPLE)
-        return freed
+            files, whole = self.listing.sample(size)
 
 
 def _rename(temporary: str, target: str) -> None:
