@@ -155,7 +155,7 @@ def clear(
     removed: list[int] = []
 
     def chosen(file: Published) -> bool:
-        if limit is not None and now - file.used < limit:
+        if limit is not None and file.age(now) < limit:
             return False
         if not model:
             return True

@@ -82,9 +82,12 @@ def test_clear_by_model_age_and_all(folder: Path) -> None:
     code, text = call("clear", folder, "--older-than", "1h", "--json")
     assert code == 0 and json.loads(text)["removed"] == 1 and not old.exists()
     assert call("clear", folder, "--older-than", "soon")[0] == 2
+    future = entries(folder)[0]
+    os.utime(future, (time.time() + 7200,) * 2)
+    assert call("clear", folder, "--older-than", "1h")[0] == 0 and not future.exists(), "its age is not known"
     code, text = call("clear", folder, "--model", "b", "--json")
     found = json.loads(text)
-    assert code == 0 and found["left"] == len(entries(folder)) == 5 - 1 - found["removed"]
+    assert code == 0 and found["left"] == len(entries(folder)) == 5 - 2 - found["removed"]
     assert "b" not in json.loads(call("stats", folder, "--json")[1])["models"]
     code, text = call("clear", folder, "--all")
     assert code == 0 and entries(folder) == []

@@ -40,8 +40,6 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 # quarter at most, so that none goes that is among the younger; an entry that needs more takes larger samples.
 _SAMPLE = 64
 _LARGEST_SAMPLE = 4096
-# A time of last use so far in the future (seconds) was set by a wrong clock and says nothing.
-_FUTURE = 60.0
 
 
 class Folder:
@@ -254,7 +252,7 @@ class Folder:
         not enough. ``whole``: there are no more than ``files``. Returns how many bytes went."""
         freed, size = 0, _SAMPLE
         while True:
-            files.sort(key=lambda file: (file.used <= now + _FUTURE, file.used))
+            files.sort(key=lambda file: file.age(now), reverse=True)
             victims: list[Published] = []
             total = freed
             for file in files:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import random
 import re
@@ -24,6 +25,8 @@ _OLD_ENTRY = re.compile(_NAME)
 _OLD_TEMPORARY = re.compile(r"[0-9a-f]{32}\.[0-9]+\.[0-9]+\.[0-9a-f]+\.tmp")
 # What a file takes of a file system comes in pages: in shared memory of this size, on disks mostly too.
 _PAGE = 4096
+# So far in the future (seconds) a time says nothing; less is the difference of two hosts' clocks.
+_FUTURE = 60.0
 _OPEN_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 
 
@@ -36,6 +39,10 @@ class Published:
     size: int
     used: float
     inode: int
+
+    def age(self, now: float) -> float:
+        """Seconds since its last use; infinite for a time in the future, which a wrong clock has set."""
+        return now - self.used if self.used <= now + _FUTURE else math.inf
 
 
 @dataclass(frozen=True)
