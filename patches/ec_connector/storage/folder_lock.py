@@ -130,7 +130,8 @@ class FolderLock:
         Raises:
             OSError: it cannot be made.
         """
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        with contextlib.suppress(FileExistsError):  # also what a read-only file system says of one that is there
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def take(self, handle: int) -> bool:
         """Lock an open file at once; False when another process has it locked.
