@@ -15,9 +15,10 @@ unset VLLM_OMNI_PATCH VLLM_OMNI_PATCH_STRICT VLLM_OMNI_PATCH_REPORT_DIR
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 
 # vLLM imports Ray if it can, so Ray is installed beside the environment, for the slow tests. vLLM installs its other needs.
-if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -d "$VENV/ray-for-tests/ray" ]; then
-    say "installing Ray beside the environment for its tests (about 250 MB on disk)"
-    "$bin/python" -m pip install --quiet --no-deps --target "$VENV/ray-for-tests" ray==2.60.0 msgpack==1.2.4 \
+if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -d "$VENV/ray-for-tests/grpc_reflection" ]; then
+    say "installing Ray and Ray Serve beside the environment for their tests (about 400 MB on disk)"
+    "$bin/python" -m pip install --quiet --no-deps --upgrade --target "$VENV/ray-for-tests" ray==2.60.0 msgpack==1.2.4 \
+        grpcio-reflection==1.78.0 pyarrow==26.0.1 \
         || echo "cannot install Ray: its tests are skipped"
 fi
 if [ "${1:-} ${2:-}" = "-m slow" ] && [ ! -f "$VENV/proxy-for-tests/disagg_epd_proxy.py" ]; then

@@ -61,10 +61,10 @@ class Cluster:
     def __init__(self, folder: str, env: Mapping[str, str], name: str = "cluster") -> None:
         from support.engine_process import Group
 
-        self._folder = tempfile.mkdtemp(prefix="ray-")  # the paths of Ray's sockets must be short
-        ready = os.path.join(self._folder, "ready")
+        self.folder = tempfile.mkdtemp(prefix="ray-")  # the paths of Ray's sockets must be short
+        ready = os.path.join(self.folder, "ready")
         command = [sys.executable, os.path.abspath(__file__), ready]
-        env = {**env, "RAY_TMPDIR": self._folder}
+        env = {**env, "RAY_TMPDIR": self.folder}
         self.group = Group(command, env, os.path.join(folder, f"{name}.log"), stdin=True)
         if self.group.process.stdout is None or not self.group.process.stdout.readline():
             raise RuntimeError(f"the Ray cluster has not started:\n{self.group.log()[-4000:]}")
@@ -78,7 +78,7 @@ class Cluster:
         if self.group.process.stdin is not None:
             self.group.process.stdin.close()
         self.group.reap(30)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _serve(ready: str) -> None:
