@@ -48,7 +48,7 @@ DIGEST = ModelIdentity("bench").namespace_digest("bench", "", "bfloat16", "")
 SHAPE = (1, 1760)  # with its header one page
 PAYLOAD = memoryview(bytearray(os.urandom(SHAPE[0] * SHAPE[1] * 2)))
 OPERATIONS = ("contains", "get", "put", "evicting put", "build", "close")
-# Puts, evicting or not, between two looks at the clock: an eviction makes room for about eight.
+# Puts, evicting or not, between two looks at the clock: an eviction makes room for about sixteen.
 BATCH = 32
 
 

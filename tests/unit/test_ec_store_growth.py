@@ -71,9 +71,9 @@ def test_an_eviction_looks_at_a_sample_and_serves_several_stores(
     calls.clear()
     for index in range(80):
         assert write(store, f"new{index}", 64) == "stored"
-    evictions = calls["unlink"] / 8
-    assert 9 <= evictions <= 11, "eight go at once"
-    assert calls["stat"] <= 64 * evictions
+    evictions = calls["unlink"] / 16
+    assert 5 <= evictions <= 6, "sixteen go at once"
+    assert calls["stat"] <= 128 * evictions
     assert store.folder.counted() == on_disk(store) <= 600 * PAGE
 
 

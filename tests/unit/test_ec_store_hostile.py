@@ -185,6 +185,7 @@ def test_spare_room_is_left_to_others(tmp_path: Path, monkeypatch: pytest.Monkey
         assert write(store, f"a{index}", 64) == "stored"
         assert on_disk(store) <= 6 * 4096
     assert on_disk(store) == 6 * 4096
+    store.folder.upkeep.stop()
 
 
 def test_a_private_tier_does_not_make_its_engine_s_folder_again(tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_a_private_tier_does_not_make_its_engine_s_folder_again(tmp_path: Path) 
     with pytest.raises(FileNotFoundError, match="was removed while the engine runs"):
         tier.recover()
     assert not base.exists()
+    tier.store.folder.upkeep.stop()
 
 
 def test_the_cpu_tier_is_private_and_leaves_room(build: Any) -> None:

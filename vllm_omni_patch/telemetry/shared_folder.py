@@ -58,8 +58,8 @@ if os.path.samestat(os.fstat(alive), os.stat(os.path.join(path, "{ALIVE}"))):
     os.rmdir(path)
 """
 _KEEPER_STARTS_S = 5.0
-# Longest time that a process removes files itself: some 10,000.
-_CLEAR_S = 0.2
+# Longest time that a process removes files itself: some 5,000 files.
+_CLEAR_S = 0.1
 
 
 class Member:
@@ -157,8 +157,9 @@ def _start_keeper(path: str) -> bool:
     return False
 
 
-def remove_if_left(path: str) -> bool:
-    """Remove folder ``path`` when all that took part in it have ended; False when somebody does, or nobody ever did."""
+def remove_if_left(path: str, deadline: float | None = None) -> bool:
+    """Remove folder ``path`` when all that took part in it have ended; False when somebody does, or nobody ever did.
+    What is not done at ``deadline`` (of the monotonic clock) is left to a keeper."""
     try:
         handle = os.open(os.path.join(path, ALIVE), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -166,17 +167,17 @@ def remove_if_left(path: str) -> bool:
     try:
         left = _alone(handle)
         if left:
-            _clear(path)
+            _clear(path, deadline)
     finally:
         os.close(handle)
     return left
 
 
-def _clear(path: str) -> None:
-    """Remove the folder, whose lock this process has alone: the locked file last. What is not done in ``_CLEAR_S`` is
-    left to a keeper, which begins when this process gives the lock back. Whoever is killed half-way, or has a thread
-    that still writes there, leaves it to the keeper or to the next start. Never raises."""
-    deadline = time.monotonic() + _CLEAR_S
+def _clear(path: str, deadline: float | None = None) -> None:
+    """Remove the folder, whose lock this process has alone: the locked file last. What is not done at ``deadline``, or
+    in ``_CLEAR_S``, is left to a keeper, which begins when this process gives the lock back. Whoever is killed
+    half-way, or has a thread that still writes there, leaves it to the keeper or to the next start. Never raises."""
+    deadline = time.monotonic() + _CLEAR_S if deadline is None else deadline
     while not _empty(path, deadline):
         if _start_keeper(path):
             return
@@ -191,12 +192,13 @@ def _empty(folder: str, deadline: float) -> bool:
     """Remove what is in ``folder`` and no file ``alive``; False when ``deadline`` came first. Never raises."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for one in entries:
+            if one.name == ALIVE:
+                continue
             if time.monotonic() > deadline:
                 return False
             with contextlib.suppress(OSError):
                 if not one.is_dir(follow_symlinks=False):
-                    if one.name != ALIVE:
-                        os.unlink(one.path)
+                    os.unlink(one.path)
                 elif _empty(one.path, deadline):
                     os.rmdir(one.path)
                 else:
@@ -210,9 +212,10 @@ def sweep(parent: str, ours: Callable[[str], bool]) -> None:
     ``ours``: whether a folder of this name may be judged here. One in which nobody ever took part (its process was
     killed at once) stays.
     """
+    deadline = time.monotonic() + _CLEAR_S  # for all of them
     for path in folders(parent, PREFIX):
         if ours(os.path.basename(path)):
-            remove_if_left(path)
+            remove_if_left(path, deadline)
 
 
 def remove_stale(parent: str, start: str) -> None:

@@ -38,7 +38,7 @@ OPEN_ENTRY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 # Entries that an eviction looks at. It removes an eighth of them at least, so that few stores pay for a sample, and a
 # quarter at most, so that none goes that is among the younger; an entry that needs more takes larger samples.
-_SAMPLE = 64
+_SAMPLE = 128
 _LARGEST_SAMPLE = 4096
 
 
