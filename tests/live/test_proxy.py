@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 from test_ec_backends import need, redis
 from test_ec_server import ARGUMENTS, IMAGES, OURS, counted, counters
 
-from support import epd_proxy, tiny_model, tiny_qwen2_vl
+from support import epd_proxy, tiny_model, tiny_qwen2_vl, triton_cpu
 from support.engine_process import Answer, Server, free_port
 
 pytestmark = [
@@ -58,24 +59,33 @@ def storage(kind: str, folder: Path) -> Iterator[tuple[dict[str, str], Callable[
 
 
 @contextlib.contextmanager
-def pair(model: str, folder: Path, env: dict[str, str]) -> Iterator[tuple[Server, Server]]:
-    """A producer and a consumer that share nothing but what ``env`` says."""
+def pair(
+    model: str, folder: Path, env: dict[str, str], consumers: dict[str, str] | None = None
+) -> Iterator[tuple[Server, Server]]:
+    """A producer and a consumer that share nothing but what ``env`` says. ``consumers``: further variables of one."""
 
-    def engine(role: str) -> Server:
-        ec = {**OURS, "ec_role": role}
-        return Server(model, str(folder), ec=ec, flag="ec_connector", env=env, arguments=ARGUMENTS, name=role)
+    def engine(role: str, **more: str) -> Server:
+        ec, given = {**OURS, "ec_role": role}, {**env, **more}
+        return Server(model, str(folder), ec=ec, flag="ec_connector", env=given, arguments=ARGUMENTS, name=role)
 
-    with engine("ec_producer") as producer, engine("ec_consumer") as consumer:
+    with engine("ec_producer") as producer, engine("ec_consumer", **consumers or {}) as consumer:
         yield producer, consumer
 
 
-@pytest.mark.parametrize("kind", ["disk", "redis"])
+@pytest.mark.parametrize("kind", ["disk", "redis", "redis, V2 consumer"])
 def test_what_the_producer_stores_the_consumer_finds(
     folder: Path, model: str, reference: dict[int, Answer], kind: str
 ) -> None:
+    kind, _, v2 = kind.partition(",")
+    second: dict[str, str] = {}
+    if v2:
+        if not triton_cpu.place():
+            pytest.skip("no Triton for the V2 runner (see scripts/test.sh)")
+        second = triton_cpu.environment(str(folder))
+        second["PYTHONPATH"] += os.pathsep + BESIDE["PYTHONPATH"]
     with (
         storage(kind, folder) as (env, end),
-        pair(model, folder, {**env, **BESIDE}) as (producer, consumer),
+        pair(model, folder, {**env, **BESIDE}, second) as (producer, consumer),
         epd_proxy.Proxy(str(folder), [producer], [consumer]) as proxy,
     ):
         for seed in IMAGES:
@@ -85,6 +95,7 @@ def test_what_the_producer_stores_the_consumer_finds(
         assert counted(consumer, "hits", len(IMAGES)) == len(IMAGES)
         assert counters(consumer).get("misses", 0) == counters(consumer).get("fallbacks", 0) == 0
         assert proxy.log().count("Rewrote 1 media item(s)") == len(IMAGES), "no request was sent twice"
+        assert ("Using V2 Model Runner" in consumer.log()) is bool(v2)
         if kind == "redis":
             end()
             assert proxy.image(100).status == 500, "what came without its data cannot be encoded"
