@@ -7,6 +7,7 @@ import collections
 import errno
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,3 +203,18 @@ def test_leftovers_and_counting_are_the_background_s_work(tmp_path: Path, monkey
     monkeypatch.undo()
     store.folder.upkeep.everything()
     assert os.listdir(store.folder.listing.tmp) == []
+
+
+def test_a_process_that_can_start_no_thread_stores_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(str(tmp_path), 64 * MIB)
+    store.folder.make()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert write(store, "a") == write(store, "b") == "stored"
+    store.folder.upkeep.stop()
+    assert store.folder.counted() == on_disk(store)

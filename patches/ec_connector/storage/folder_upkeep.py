@@ -20,7 +20,7 @@ from .folder_listing import Listing, demand_folder, pages
 from .folder_lock import SHARDS, FolderLock
 
 _log = ledger.logger("ec")
-# Seconds after which a shard is counted again. It takes 10 to 20 ms of work in 100,000 entries.
+# Seconds after which a shard is counted again: 1.2 s of work for all shards of 300,000 entries.
 _PERIOD = 1800.0
 # Seconds between two passes at least, however wrong a count is.
 _PAUSE = 5.0
@@ -53,9 +53,10 @@ class Upkeep:
                 return
             self._next = now + _PERIOD
             self._ended.clear()
-            self._thread = threading.Thread(target=self._run, name="ec-upkeep", daemon=True)
+            thread = threading.Thread(target=self._run, name="ec-upkeep", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread to be had now
-                self._thread.start()
+                thread.start()
+                self._thread = thread
 
     def wait(self, seconds: float) -> bool:
         """Wait for a pass that is under way; False when it takes longer."""
