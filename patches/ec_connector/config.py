@@ -72,6 +72,11 @@ class ECConfig:
         return min(wanted, self.cpu_bytes // 2)
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of fetched outputs that the scheduler's process holds for the workers: a quarter of the CPU size."""
+        return self.cpu_bytes // 4
+
+    @property
     def remote_pool_bytes(self) -> int:
         """Bytes of a worker's buffer for a remote that LMCache reaches: a quarter of the CPU size."""
         return self.cpu_bytes // 4

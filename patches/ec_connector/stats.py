@@ -27,6 +27,7 @@ HELP = {
     "fallbacks": "Promised encoder outputs that were encoded again because they could not be loaded.",
     "lookups": "Lookups by the scheduler.",
     "lookup_hits": "Lookups by the scheduler that found an entry.",
+    "lookup_seconds": "Seconds from a lookup to its entry verified in memory, or to a miss.",
     "remote_failures": "Remote operations that failed or passed their deadline.",
     "bytes_loaded": "Bytes of encoder outputs loaded.",
     "bytes_stored": "Bytes of encoder outputs stored.",
@@ -39,7 +40,7 @@ _SCHEDULER, _FIRST = "each engine's scheduler", "each engine's first rank, for a
 _EACH = "each process"
 WHO = {
     **dict.fromkeys(HELP, _FIRST),  # the first rank alone stores
-    **dict.fromkeys(("lookups", "lookup_hits"), _SCHEDULER),
+    **dict.fromkeys(("lookups", "lookup_hits", "lookup_seconds"), _SCHEDULER),
     **dict.fromkeys(("read_failures", "errors", "remote_failures"), _EACH),
     "bad_entries": "the first process of an engine to find it",
 }
@@ -60,6 +61,7 @@ class Snapshot:
     fallbacks: int = 0
     lookups: int = 0
     lookup_hits: int = 0
+    lookup_seconds: float = 0.0
     remote_failures: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0

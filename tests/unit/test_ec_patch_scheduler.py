@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from support.ec_requests import Adapter, engine, request
+from support.ec_requests import Adapter, available, engine, request
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide
 
@@ -31,7 +31,7 @@ def keep(store: Any, key: str, rows: int = 32) -> None:
 
 
 def test_a_stored_item_is_promised_and_loaded(store: Any) -> None:
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     asked = request("r1", ("a", 32), ("b", 32))
     keep(store, "a")
     side.see(asked)
@@ -44,7 +44,7 @@ def test_a_stored_item_is_promised_and_loaded(store: Any) -> None:
 
 
 def test_one_lookup_per_item_and_step(store: Any) -> None:
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     keep(store, "a")
     before = store.stats.snapshot().lookups
     for number in range(5):
@@ -58,7 +58,7 @@ def test_one_lookup_per_item_and_step(store: Any) -> None:
 
 def test_an_entry_of_another_length_is_a_miss_and_replaced(store: Any) -> None:
     """An identifier that a client chose, used again for an input of another length."""
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     keep(store, "img-1", rows=138)
     side.see(request("r1", ("img-1", 638)))
     assert not side.has_item("img-1")
@@ -70,7 +70,7 @@ def test_an_entry_of_another_length_is_a_miss_and_replaced(store: Any) -> None:
 
 def test_unknown_rows_are_checked_by_the_worker(store: Any) -> None:
     """0.15 to 0.22 ask by identifier before the request was seen."""
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     keep(store, "a", rows=7)
     asked = request("r1", ("a", 32))
     assert side.has_item("a")
@@ -80,7 +80,7 @@ def test_unknown_rows_are_checked_by_the_worker(store: Any) -> None:
 
 def test_an_allocated_item_that_was_not_promised_is_not_loaded(store: Any) -> None:
     """From 0.18 vLLM tells of the items that it encodes itself, too, and looking again then would be a race."""
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     asked = request("r1", ("a", 32))
     side.see(asked)
     assert not side.has_item("a")
@@ -91,7 +91,7 @@ def test_an_allocated_item_that_was_not_promised_is_not_loaded(store: Any) -> No
 
 def test_a_promise_is_taken_back_with_the_entry(store: Any) -> None:
     """The first request of a step was promised the item and not scheduled; then the entry went."""
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     keep(store, "a")
     assert side.has_items(request("r1", ("a", 32))) == [True]
     side.plan()
@@ -104,7 +104,7 @@ def test_a_promise_is_taken_back_with_the_entry(store: Any) -> None:
 
 @pytest.mark.parametrize("identifier", ["renderer0-mm-1-image-0", "chatcmpl-12ab-image-0", "r1-image-0"])
 def test_request_scoped_identifiers_are_never_looked_up(store: Any, identifier: str) -> None:
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     before = store.stats.snapshot().lookups
     assert side.has_items(request("r1", (identifier, 32))) == [False]
     assert store.stats.snapshot().lookups == before
@@ -112,7 +112,7 @@ def test_request_scoped_identifiers_are_never_looked_up(store: Any, identifier: 
 
 def test_embeddings_that_a_client_sent_are_not_looked_up(store: Any) -> None:
     """Under a uuid that also names a stored image, say."""
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     keep(store, "x")
     asked = request("r1", ("x", 32))
     asked.mm_features[0].data = {"image_embeds": object()}
@@ -125,7 +125,7 @@ def test_metadata_only_items_travel_with_the_step(store: Any) -> None:
     store.put("a", tensor)
     store.flush(10)
     asked = request("r1", ("a", 32), data=False)
-    assert side.ensure_available(asked)
+    assert available(side, asked)
     store.discard("a")
     assert side.has_item("a"), "it is in hand, whatever happens to the entry"
     side.allocated(asked, 0)
@@ -140,15 +140,15 @@ def test_a_metadata_only_item_that_is_nowhere_fails_its_request_alone(
 ) -> None:
     side = SchedulerSide(store, ItemKeys(), can_fail_one=True)
     with caplog.at_level(logging.WARNING):
-        assert not side.ensure_available(request("r1", ("gone", 32), data=False))
+        assert not available(side, request("r1", ("gone", 32), data=False))
     assert "request r1" in caplog.text and "gone" in caplog.text
-    assert side.ensure_available(request("r2", ("gone", 32)))
+    assert available(side, request("r2", ("gone", 32)))
     assert side.take_unavailable() == {"r1"}
     assert side.take_unavailable() == set()
 
 
 def test_a_new_generation_offers_nothing_of_before(store: Any) -> None:
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     keep(store, "a")
     assert side.has_item("a")
     store.new_generation()  # as another process of the engine does
@@ -177,7 +177,7 @@ def test_adapters_have_entries_of_their_own(store: Any, tmp_path: Path) -> None:
     found.add(keys.key("a:x", "r", one))
     assert len(found) == 4 and None not in found
     assert keys.key("a:x", "r", Adapter("a", str(tmp_path / "missing"))) is None
-    side = SchedulerSide(store, keys, keyless=False)
+    side = SchedulerSide(store, keys, keyless=False, wait=5.0)
     key = keys.key("a:x", "r1", two)
     assert key is not None
     keep(store, key)
@@ -189,9 +189,9 @@ def test_adapters_have_entries_of_their_own(store: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_of_a_request_goes_with_it(store: Any) -> None:
-    side = SchedulerSide(store, ItemKeys())
+    side = SchedulerSide(store, ItemKeys(), wait=5.0)
     for number in range(100):
         asked = request(f"r{number}", (f"i{number}", 32), ("shared", 32))
-        side.ensure_available(asked)
+        available(side, asked)
         side.finished(asked)
     assert not side._known and not side._seen and not side._in_hand

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from support.ec_requests import Adapter, Feature, engine, request
+from support.ec_requests import Adapter, Feature, engine, planned, request
 from vllm_omni_patch.patches.ec_connector.vllm.adapters import LoadedAdapters
 from vllm_omni_patch.patches.ec_connector.vllm.counts import Deltas, Report
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load
@@ -53,7 +53,7 @@ def test_loads_what_was_promised(store: Any) -> None:
     keep(store, "a", tensor)
     cache: dict[str, Any] = {}
     side = worker(store)
-    side.load(cache, StepPlan([load("a")]))
+    side.load(cache, planned(store, [load("a")]))
     assert torch.equal(cache["a"], tensor) and side.take_failed() == []
 
 
@@ -89,7 +89,7 @@ def test_an_adapters_outputs_are_those_of_the_files_that_vllm_read(store: Any, t
     adapter = Adapter("a", str(tmp_path / "adapter"))
     loaded, seen = LoadedAdapters(), ItemKeys(tower_lora=True)
     side = worker(store, keys=ItemKeys(True, loaded))
-    scheduler = SchedulerSide(store, seen, keyless=False)
+    scheduler = SchedulerSide(store, seen, keyless=False, wait=5.0)
     asked = request("r1", ("a:x", 32), lora=adapter)
 
     def step(encoded: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_bad_entry_is_not_offered_again(store: Any, tmp_path: Path) -> None:
     path.write_bytes(data)
     assert store.contains("a", 32), "the header is sound, so the scheduler says yes"
     side = worker(store)
-    side.load({}, StepPlan([load("a")]))
+    side.load({}, planned(store, [load("a")]))
     assert [item.mm_hash for item in side.take_failed()] == ["a"]
     assert not store.contains("a", 32)
 
@@ -156,7 +156,7 @@ def test_a_tensor_of_another_length_in_the_cache_is_not_taken(store: Any) -> Non
     tensor = torch.randn(32, 64)
     keep(store, "a", tensor)
     cache = {"a": torch.randn(7, 64)}
-    worker(store).load(cache, StepPlan([load("a")]))
+    worker(store).load(cache, planned(store, [load("a")]))
     assert torch.equal(cache["a"], tensor)
 
 
@@ -164,7 +164,7 @@ def test_a_tensor_in_hand_needs_no_entry(store: Any) -> None:
     tensor = torch.randn(32, 64)
     cache: dict[str, Any] = {}
     side = worker(store)
-    side.load(cache, StepPlan([load("a")], {"a": tensor}))
+    side.load(cache, planned(store, [load("a")], {"a": tensor}))
     assert torch.equal(cache["a"], tensor) and not side.take_failed()
 
 
@@ -172,7 +172,7 @@ def test_an_engine_that_raises_costs_an_encode(store: Any) -> None:
     class Broken:
         stats = store.stats
 
-        def get(self, *_: Any) -> Any:
+        def open(self, *_: Any) -> Any:
             raise OSError("the storage has gone")
 
         def discard(self, *_: Any) -> None:
@@ -182,7 +182,7 @@ def test_an_engine_that_raises_costs_an_encode(store: Any) -> None:
             raise OSError("the storage has gone")
 
     side = worker(Broken())
-    side.load({}, StepPlan([load("a")]))
+    side.load({}, planned(store, [load("a")]))
     assert len(side.take_failed()) == 1
     side.about_to_encode([("r1", Feature("a"), None)])
     side.save({"a": torch.randn(3, 4)}, "a")
@@ -277,11 +277,11 @@ def test_a_hit_promised_before_the_weights_changed_is_encoded(store: Any, tmp_pa
     keep(store, "b", other)
     cache: dict[str, Any] = {}
     weights.changes = 1
-    side.load(cache, StepPlan([load("a")]))
+    side.load(cache, planned(store, [load("a")]))
     assert cache == {} and [item.mm_hash for item in side.take_failed()] == ["a"]
     encode(side, "a", new)
     assert store.flush(10)
-    side.load(cache, StepPlan([load("a")]))
+    side.load(cache, planned(store, [load("a")]))
     assert torch.equal(cache["a"], new) and not side.take_failed()
     assert not store.contains("b"), "nothing of before is offered"
     # The next run loads the checkpoint again: what was stored before is there, what was stored since is not found.
@@ -296,7 +296,7 @@ def test_vllms_own_copy_of_a_promised_item_is_not_taken_after_a_change(store: An
     keep(store, "a", torch.randn(32, 64))
     weights.changes = 1
     cache = {"a": torch.randn(32, 64)}
-    side.load(cache, StepPlan([load("a")]))
+    side.load(cache, planned(store, [load("a")]))
     assert cache == {} and len(side.take_failed()) == 1
 
 
@@ -319,9 +319,9 @@ def test_weights_are_looked_at_once_in_a_step_that_loads_or_stores_and_not_in_ot
     keep(store, "a", torch.randn(32, 64))
     for plan, encodes, looks in (
         (StepPlan(), False, 0),
-        (StepPlan([load("a")]), False, 1),
+        (planned(store, [load("a")]), False, 1),
         (StepPlan(), True, 1),
-        (StepPlan([load("a")]), True, 1),
+        (planned(store, [load("a")]), True, 1),
         (StepPlan(), True, 1),
     ):
         weights.asked = 0
@@ -340,7 +340,7 @@ def test_what_came_with_the_step_has_nothing_to_be_encoded_from(store: Any) -> N
     side = worker(store, weights_changed=weights)
     tensor = torch.randn(32, 64)
     cache: dict[str, Any] = {}
-    side.load(cache, StepPlan([load("a"), load("b")], {"a": tensor}))
+    side.load(cache, planned(store, [load("a"), load("b")], {"a": tensor}))
     assert torch.equal(cache["a"], tensor) and [item.mm_hash for item in side.take_failed()] == ["b"]
 
 
@@ -353,7 +353,7 @@ def test_weights_that_cannot_be_looked_at_end_loads_and_stores(
     weights.broken = True
     with caplog.at_level("WARNING"):
         for _ in range(3):
-            side.load({}, StepPlan([load("a")]))
+            side.load({}, planned(store, [load("a")]))
             assert len(side.take_failed()) == 1
             encode(side, "b", torch.randn(32, 64))
     assert caplog.text.count("cannot compare the encoder's weights") == 1
@@ -376,7 +376,7 @@ def _changing_rank(rank: int, port: int, folder: str, results: Any) -> None:
 
     def step(loads: bool, encodes: str = "") -> None:
         cache: dict[str, Any] = {}
-        side.load(cache, StepPlan([load("a")] if loads else []))
+        side.load(cache, planned(store, [load("a")] if loads else []))
         failed = [item.mm_hash for item in side.take_failed()]
         for name in [*failed, *([encodes] if encodes else [])]:
             side.about_to_encode([("r1", Feature(name), None)])
@@ -433,7 +433,7 @@ def _rank(rank: int, port: int, folder: str, results: Any) -> None:
     failed = []
     for names in (["both"], ["one", "both"], ["none"]):
         cache.clear()
-        side.load(cache, StepPlan([load(name) for name in names]))
+        side.load(cache, planned(store, [load(name) for name in names]))
         failed.append((sorted(cache), [item.mm_hash for item in side.take_failed()]))
         # What the vision tower does on a rank that encodes: every rank must come here, or none.
         if failed[-1][1]:

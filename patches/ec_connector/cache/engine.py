@@ -29,22 +29,22 @@ import torch
 
 from vllm_omni_patch import flags, ledger
 
-from ..config import MAX_SECONDS, MIB, ECConfig
+from ..config import MAX_SECONDS, ECConfig
 from ..flags import DISABLE
 from ..stats import ECStats
-from ..storage.entry import ITEM_SIZE, Entry, bytes_of
-from ..storage.files import BadEntry
+from ..storage.entry import ITEM_SIZE, Entry
 from ..storage.key import MAX_ID_BYTES, Key, encode_id, is_request_scoped, stable_u64
 from ..storage.run_folder import RunFolder
+from .fetch import Fetch, Fetcher
+from .loads import Loads
+from .memory import Place
 from .model import Claims, ModelIdentity, settle, vllm_version, within_run
-from .staging import LoadBuffer, Staging
+from .staging import Staging
 from .tiers import Tiers
 from .writer import Job, Writer
 
 Role = Literal["scheduler", "worker", "both"]
 _log = ledger.logger("ec")
-# Page-locked memory for loads grows to this much; larger entries go through ordinary memory.
-_LOAD_BUFFER = 64 * MIB
 
 
 class ECCacheEngine:
@@ -75,13 +75,14 @@ class ECCacheEngine:
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._staging: Staging | None = None
-        self._load_buffer = LoadBuffer(_LOAD_BUFFER)
+        self._fetcher: Fetcher | None = None
         self._namespace_digest: tuple[str, bytes] | None = None
         self._generation_lost = self._generation_warned = False
         self._run_folder = RunFolder(identity.engine_id, config.shm_path)
         self.claims = Claims(self._run_folder.path)
         self._settled = bool(config.namespace) or not identity.weights_unknown
         self._tiers = Tiers.build(config, self._run_folder, role, identity.name, self._dtype, self.stats)
+        self._loads = Loads(self._tiers, self.stats, config.load_deadline, self._keep_copy)
         self._atexit = _close_at_exit(self)
         if self._disabled:
             _log.info(
@@ -110,6 +111,48 @@ class ECCacheEngine:
             self.stats.add("lookup_hits")
         self.stats.tick()
         return found
+
+    def fetch(self, mm_hash: str, rows: int | None = None) -> Fetch | None:
+        """Begin to load the entry of ``mm_hash`` with ``rows`` rows into memory that all processes of this host can
+        map; ``None`` for an id under which nothing is stored.
+
+        Never waits for storage and never raises. :meth:`serves` says whether the result may be used.
+        """
+        if self._is_off():
+            return None
+        try:
+            key = self._key(mm_hash)
+            fetcher = None if key is None else self._fetching()
+            return None if key is None or fetcher is None else fetcher.fetch(key, rows)
+        except Exception as error:
+            self.stats.unexpected("a lookup", error)
+            return None
+
+    def serves(self, mm_hash: str, fetch: Fetch) -> bool:
+        """Whether ``fetch`` has loaded the entry of ``mm_hash`` for the weights of now. Never raises."""
+        try:
+            return self._fetcher is not None and self._fetcher.serves(fetch, self._key(mm_hash))
+        except Exception as error:
+            self.stats.unexpected("a lookup", error)
+            return False
+
+    def open(self, mm_hash: str, place: Place, device: str) -> torch.Tensor | None:
+        """The output at ``place``, [rows, columns], on ``device``: on the CPU mapped, elsewhere copied once.
+
+        ``None`` where it is of other weights than this process serves. A process that cannot reach the memory (another
+        host, another container) loads the entry itself, within ``load_deadline``. Never raises.
+        """
+        if self._is_off():
+            return None
+        began = time.perf_counter()
+        loaded: torch.Tensor | None = None
+        try:
+            key = self._key(mm_hash)
+            if key is not None and not self._closed and key.namespace_digest == place.namespace_digest:
+                loaded = self._loads.open(key, place, device)
+        except Exception as error:
+            self.stats.unexpected("a load", error)
+        return self._counted(loaded, began)
 
     def put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
         """Store an output of shape [rows, columns], any device, any strides; the tensor is not kept.
@@ -143,9 +186,12 @@ class ECCacheEngine:
         try:
             key = self._key(mm_hash)
             if key is not None and not self._closed:
-                loaded = self._get(key, device, rows)
+                loaded = self._loads.get(key, device, rows)
         except Exception as error:
             self.stats.unexpected("a load", error)
+        return self._counted(loaded, began)
+
+    def _counted(self, loaded: torch.Tensor | None, began: float) -> torch.Tensor | None:
         if loaded is None:
             self.stats.add("misses")
         else:
@@ -165,7 +211,10 @@ class ECCacheEngine:
         try:
             key = self._key(mm_hash)
             if key is not None and not self._closed:
+                if self._fetcher is not None:
+                    self._fetcher.discard(key)
                 self._tiers.discard(key)
+                self._run_folder.blocklist(key.path)  # what another process has of it in memory
         except Exception as error:
             self.stats.unexpected("forgetting an entry", error)
 
@@ -199,6 +248,9 @@ class ECCacheEngine:
                 writer.close(limit)
         finally:
             try:
+                if self._fetcher is not None:
+                    self._fetcher.close(min(limit, 1.0))
+                self._loads.close()
                 self._tiers.close(limit)
             finally:
                 self._run_folder.close()
@@ -289,40 +341,20 @@ class ECCacheEngine:
         staging.give_back(slot)
         return "queue full"
 
-    def _get(self, key: Key, device: str, rows: int | None) -> torch.Tensor | None:
-        to_cuda = torch.device(device).type == "cuda"
-        for tier in self._tiers.local:
-            holder: list[torch.Tensor] = []
+    def _fetching(self) -> Fetcher | None:
+        with self._lock:
+            if self._fetcher is None and not self._closed:
+                self._fetcher = Fetcher(
+                    self._tiers,
+                    self.stats,
+                    budget=self.config.memory_bytes,
+                    deadline=self.config.load_deadline,
+                    retry_seconds=self.config.retry_seconds,
+                    keep=self._keep_copy,
+                )
+            return None if self._closed else self._fetcher
 
-            def allocate(entry: Entry, holder: list[torch.Tensor] = holder) -> memoryview:
-                memory = self._load_buffer.take(entry.payload) if to_cuda else _fresh(entry)
-                holder.append(memory)
-                return bytes_of(memory)
-
-            try:
-                if to_cuda:
-                    with self._load_buffer.lock:
-                        found = tier.store.read(key, rows, allocate)
-                        if found is not None:
-                            return _shaped(holder[0], found).to(device)
-                else:
-                    found = tier.store.read(key, rows, allocate)
-                    if found is not None:
-                        out = _shaped(holder[0], found)
-                        return out if torch.device(device).type == "cpu" else out.to(device)
-            except BadEntry as error:
-                self._tiers.bad(tier, key, error)
-            except OSError as error:
-                self._tiers.unreadable(tier, key, error)
-        loaded = self._tiers.load_remote(key, rows)
-        if loaded is None:
-            return None
-        entry, payload = loaded
-        out = _shaped(torch.frombuffer(payload, dtype=torch.uint8), entry)
-        self._keep_copy(key, entry, out)
-        return out if torch.device(device).type == "cpu" else out.to(device)
-
-    def _keep_copy(self, key: Key, entry: Entry, tensor: torch.Tensor) -> None:
+    def _keep_copy(self, key: Key, entry: Entry, payload: memoryview) -> None:
         """Put what came from a remote into the local tiers, where there is room in the queue."""
         if not self.stats.speaks:
             return  # the first rank got it, too
@@ -334,7 +366,7 @@ class ECCacheEngine:
             slot = None if writer.full() or entry.payload > self._tiers.largest else staging.take(entry.payload)
             if slot is None:
                 return
-            slot.memory.copy_(tensor.view(-1).view(torch.uint8))
+            slot.memory.copy_(torch.frombuffer(payload, dtype=torch.uint8))
             if not writer.submit(Job(key, slot, entry.rows, entry.columns, entry.dtype, local_only=True)):
                 staging.give_back(slot)
         except Exception as error:
@@ -364,14 +396,6 @@ class ECCacheEngine:
 def dtype_name(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _fresh(entry: Entry) -> torch.Tensor:
-    return torch.empty(entry.payload, dtype=torch.uint8)
-
-
-def _shaped(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
-    return memory.view(getattr(torch, entry.dtype)).view(entry.rows, entry.columns)
 
 
 def _close_at_exit(engine: ECCacheEngine) -> Callable[[], None]:

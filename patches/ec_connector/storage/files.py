@@ -70,6 +70,27 @@ class OpenEntry:
         if check.hexdigest() != self.entry.checksum:
             raise BadEntry("checksum differs", self.status)
 
+    def copy(self, write: Callable[[memoryview], None], piece: int) -> None:
+        """Pass the payload to ``write``, ``piece`` bytes at a time, and compare the checksum at the end.
+
+        Raises:
+            BadEntry: shorter than its header says, or the checksum differs: what was written must not be used.
+            OSError: the device failed.
+        """
+        offset, total = len(self.entry.header), self.entry.payload
+        check = self.entry.check()
+        buffer = memoryview(bytearray(min(piece, total)))
+        position = 0
+        while position < total:
+            count = os.preadv(self.handle, [buffer[: total - position]], offset + position)
+            if count == 0:
+                raise BadEntry(f"cut off at {position} of {total} bytes", self.status)
+            check.update(buffer[:count])
+            write(buffer[:count])
+            position += count
+        if check.hexdigest() != self.entry.checksum:
+            raise BadEntry("checksum differs", self.status)
+
 
 class Blocklist(Protocol):
     """What an engine's processes tell one another about files that cannot be used and cannot be removed."""
@@ -158,7 +179,7 @@ class FileStore:
             if not found.entry.matches(key, rows):
                 return None
             found.read_into(allocate(found.entry))
-            self._touch(found)
+            self.touch(found)
             return found.entry
         finally:
             found.close()
@@ -261,7 +282,8 @@ class FileStore:
         # The time of a file that cannot be used does not change: only a load sets it.
         return f"{self.folder.root}/{key.path} {status.st_ino} {status.st_mtime_ns}"
 
-    def _touch(self, found: OpenEntry) -> None:
+    def touch(self, found: OpenEntry) -> None:
+        """Note that the entry was used just now, for eviction."""
         now = time.time()
         if abs(now - found.status.st_mtime) > self._touch_seconds:
             # Another user's file or a read-only mount: then its age stays what it is.

@@ -40,9 +40,7 @@ _WorkerMetadataBase: Any = getattr(base, "ECConnectorWorkerMetadata", object)
 # Longest wait of a producer's step for its outputs to be stored, s. Storage that takes longer is slower than encoding.
 _STORED_WITHIN = 1.0
 _CAN_FAIL_ONE = hasattr(base.ECConnectorBase, "take_unavailable_requests")
-_SEES_REQUESTS_FIRST = hasattr(base.ECConnectorBase, "ensure_cache_available") or hasattr(
-    base.ECConnectorBase, "has_caches"
-)
+_ASKS_FIRST = hasattr(base.ECConnectorBase, "ensure_cache_available")
 
 
 class StepMetadata(base.ECConnectorMetadata):  # type: ignore[misc]
@@ -111,6 +109,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
             keyless=not configured.tower_lora(vllm_config),
             width_of=lambda modality: widths.get(modality),
             can_fail_one=_CAN_FAIL_ONE,
+            wait=0.0 if _ASKS_FIRST else self._engine.config.lookup_deadline,
         )
 
     def _worker_side(self) -> WorkerSide:
@@ -149,7 +148,7 @@ class LMCacheECConnector(base.ECConnectorBase):  # type: ignore[misc]
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether ``request`` may be scheduled now (0.23.0 and later)."""
-        return self._scheduler is None or self._scheduler.ensure_available(request)
+        return self._scheduler is None or self._scheduler.ensure_available(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Item ``index`` of ``request`` has a place in the workers' cache."""

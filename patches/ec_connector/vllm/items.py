@@ -53,6 +53,12 @@ def expected_rows(request: Any, index: int) -> int:
     return int(count(index))
 
 
+def end_of(feature: Any) -> int:
+    """Position in the prompt after the item's last placeholder."""
+    position = feature.mm_position
+    return int(position.offset + position.length)
+
+
 def is_precomputed(feature: Any) -> bool:
     """Whether a client sent this item as embeddings. Such a tensor is the user's own and is never persisted."""
     if feature.modality == _PROMPT_EMBEDS:

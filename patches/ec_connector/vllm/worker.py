@@ -29,7 +29,7 @@ class WorkerSide:
     """State of the connector in one worker; all calls come from the model thread.
 
     Args:
-        engine: the store; ``get``, ``put``, ``discard`` and ``new_generation`` are used.
+        engine: the store; ``open``, ``put``, ``discard`` and ``new_generation`` are used.
         keys: keys of items.
         device: where loaded tensors go, as torch names it.
         first: whether this is the first rank. It counts what all do alike, and keeps copies of what a remote sent.
@@ -70,7 +70,7 @@ class WorkerSide:
         if not plan.loads:
             return
         looked = self._look()
-        tensors = [self._fetch(load, encoder_cache, plan.tensors, looked) for load in plan.loads]
+        tensors = [self._open(load, encoder_cache, plan, looked) for load in plan.loads]
         agreed, ours = self._settle(looked, [tensor is not None for tensor in tensors])
         for load, tensor, together in zip(plan.loads, tensors, agreed, strict=True):
             # What came with the step has nothing that could be encoded in its place.
@@ -112,21 +112,17 @@ class WorkerSide:
             self._engine.new_generation()
         return agreed, same
 
-    def _fetch(
-        self,
-        load: Load,
-        encoder_cache: Mapping[str, torch.Tensor],
-        in_hand: Mapping[str, torch.Tensor],
-        looked: tuple[bool, bool],
+    def _open(
+        self, load: Load, encoder_cache: Mapping[str, torch.Tensor], plan: StepPlan, looked: tuple[bool, bool]
     ) -> torch.Tensor | None:
         try:
-            present = encoder_cache.get(load.mm_hash)
-            if present is not None and _fits(present, load):
-                return present
-            if load.mm_hash in in_hand:
-                tensor = in_hand[load.mm_hash].to(self._device)
+            tensor = encoder_cache.get(load.mm_hash)
+            if tensor is not None and _fits(tensor, load):
+                return tensor
+            if load.mm_hash in plan.tensors:
+                tensor = plan.tensors[load.mm_hash].to(self._device)
             elif load.key and all(looked) and self._keys.holds(load):
-                tensor = self._engine.get(load.key, self._device, load.rows)
+                tensor = self._engine.open(load.key, plan.places[load.mm_hash], self._device)
             else:
                 return None
             return tensor if tensor is not None and _fits(tensor, load) else None
