@@ -73,7 +73,8 @@ class ECConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of fetched outputs that the scheduler's process holds for the workers: a quarter of the CPU size."""
+        """Bytes of fetched outputs that the scheduler's process holds for the workers: a quarter of the CPU size, on
+        top of it."""
         return self.cpu_bytes // 4
 
     @property

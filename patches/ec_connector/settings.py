@@ -114,8 +114,9 @@ SETTINGS: dict[str, Setting] = {
             _gib,
             "a number of GiB",
             "1 (GiB), or LMCache's `max_local_cpu_size` where you set it",
-            "host memory for staging and the CPU tier together, per engine and host; each worker has a staging "
-            "buffer. A worker's buffer for an LMCache server is a quarter of this size and comes on top",
+            "host memory for staging and the CPU tier together, per engine and host; each worker has a staging buffer. "
+            "On top come what the scheduler has loaded for its workers and a worker's buffer for an LMCache server, "
+            "each up to a quarter of this size",
         ),
         Setting("local_disk", "disk_path", _path, "one path", "unset", "folder of the disk tier"),
         Setting(

@@ -88,6 +88,6 @@ def planned(store: ECCacheEngine, loads: list[Load], tensors: dict[str, Any] | N
     for load in loads:
         fetch = store.fetch(load.key, load.rows)
         assert fetch is None or fetch.settled(20)
-        gone = Place(here(), os.getpid(), 1 << 20, 0, 0, 0, 0, 0, "float32", b"")
+        gone = Place(here(), os.getpid(), 1 << 20, 0, 0, 0, 0, 0, "float32", b"", b"")
         places[load.mm_hash] = gone if fetch is None or fetch.memory is None else fetch.memory.place
     return StepPlan(loads, places, tensors or {})

@@ -51,7 +51,7 @@ def test_imports_have_no_circle_and_few_storeys() -> None:
     for name in TopologicalSorter({one: imports(one) for one in modules()}).static_order():  # CycleError: a circle
         storeys[name] = 1 + max((storeys[one] for one in imports(name)), default=0)
     assert storeys["vllm_omni_patch.loading.loader"] <= 8
-    assert {one: n for one, n in storeys.items() if n > (10 if ".patches." in one else 9)} == {}
+    assert {one: n for one, n in storeys.items() if n > (11 if ".patches." in one else 9)} == {}
 
 
 def test_a_patch_imports_what_is_public_and_its_own_modules_relatively() -> None:

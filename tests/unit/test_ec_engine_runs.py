@@ -45,7 +45,7 @@ def test_where_nothing_names_the_run_nothing_outlives_it(
 def test_in_a_forked_child_everything_is_a_miss_whatever_lock_was_held(build: Any) -> None:
     engine = build()
     assert engine.put("id", output(4, 4)) and engine.flush(5) and engine.contains("id")
-    with engine.stats._lock, engine._lock, engine._writer._condition, engine._load_buffer.lock:
+    with engine.stats._lock, engine._lock, engine._writer._condition, engine._loads._buffer.lock:
         child = os.fork()
         if child == 0:
             signal.alarm(20)

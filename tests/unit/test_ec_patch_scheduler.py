@@ -194,4 +194,4 @@ def test_what_is_remembered_of_a_request_goes_with_it(store: Any) -> None:
         asked = request(f"r{number}", (f"i{number}", 32), ("shared", 32))
         available(side, asked)
         side.finished(asked)
-    assert not side._known and not side._seen and not side._in_hand
+    assert not side._requests and not side._items

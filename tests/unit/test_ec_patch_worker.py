@@ -95,6 +95,7 @@ def test_an_adapters_outputs_are_those_of_the_files_that_vllm_read(store: Any, t
     def step(encoded: Any) -> Any:
         """The output that the request gets: the cache's where it is loaded, else what is encoded here."""
         cache: dict[str, Any] = {}
+        scheduler.finished(asked)
         if scheduler.has_items(asked) == [True]:
             scheduler.allocated(asked, 0)
         side.load(cache, scheduler.plan())
@@ -376,7 +377,7 @@ def _changing_rank(rank: int, port: int, folder: str, results: Any) -> None:
 
     def step(loads: bool, encodes: str = "") -> None:
         cache: dict[str, Any] = {}
-        side.load(cache, planned(store, [load("a")] if loads else []))
+        side.load(cache, planned(made, [load("a")] if loads else []))
         failed = [item.mm_hash for item in side.take_failed()]
         for name in [*failed, *([encodes] if encodes else [])]:
             side.about_to_encode([("r1", Feature(name), None)])
@@ -433,7 +434,7 @@ def _rank(rank: int, port: int, folder: str, results: Any) -> None:
     failed = []
     for names in (["both"], ["one", "both"], ["none"]):
         cache.clear()
-        side.load(cache, planned(store, [load(name) for name in names]))
+        side.load(cache, planned(made, [load(name) for name in names]))
         failed.append((sorted(cache), [item.mm_hash for item in side.take_failed()]))
         # What the vision tower does on a rank that encodes: every rank must come here, or none.
         if failed[-1][1]:

@@ -139,8 +139,8 @@ class ECCacheEngine:
     def open(self, mm_hash: str, place: Place, device: str) -> torch.Tensor | None:
         """The output at ``place``, [rows, columns], on ``device``: on the CPU mapped, elsewhere copied once.
 
-        ``None`` where it is of other weights than this process serves. A process that cannot reach the memory (another
-        host, another container) loads the entry itself, within ``load_deadline``. Never raises.
+        ``None`` where it is another output, or of other weights than this process serves. A process that cannot reach
+        the memory (another host or container) loads the entry itself, within ``load_deadline``. Never raises.
         """
         if self._is_off():
             return None
@@ -148,7 +148,7 @@ class ECCacheEngine:
         loaded: torch.Tensor | None = None
         try:
             key = self._key(mm_hash)
-            if key is not None and not self._closed and key.namespace_digest == place.namespace_digest:
+            if key is not None and not self._closed and place.is_of(key):
                 loaded = self._loads.open(key, place, device)
         except Exception as error:
             self.stats.unexpected("a load", error)

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..storage.entry import Entry
+from ..storage.key import Key
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ class Place:
 
     ``host``: see :func:`here`. ``handle`` is a descriptor in process ``pid``; ``device`` and ``inode`` tell its file
     from another one that took the number since. ``[rows, columns]`` of ``dtype`` (torch's name), ``size`` bytes.
-    ``namespace_digest``: of the entry, so that a worker can tell an output of other weights.
+    ``id_bytes`` and ``namespace_digest`` are the entry's, so that a worker can tell another output, or other weights.
     """
 
     host: str
@@ -49,7 +50,12 @@ class Place:
     rows: int
     columns: int
     dtype: str
+    id_bytes: bytes
     namespace_digest: bytes
+
+    def is_of(self, key: Key) -> bool:
+        """Whether the output is the one that ``key`` means."""
+        return (self.id_bytes, self.namespace_digest) == (key.id_bytes, key.namespace_digest)
 
 
 class MemoryFile:
@@ -79,6 +85,7 @@ class MemoryFile:
             entry.rows,
             entry.columns,
             entry.dtype,
+            entry.id_bytes,
             entry.namespace_digest,
         )
 

@@ -67,7 +67,7 @@ class Tiers:
                 config.disk_path, config.disk_bytes, touch_seconds=config.touch_seconds, blocklist=run_folder
             )
             local.append(FileTier(f"disk {config.disk_path}", store))
-        limit = max(0, config.cpu_bytes - config.staging - config.memory_bytes)
+        limit = max(0, config.cpu_bytes - config.staging)
         room = run_folder.room()
         if limit > room:
             if not config.disk_path:

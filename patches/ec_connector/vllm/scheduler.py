@@ -75,8 +75,7 @@ class SchedulerSide:
         keyless: whether an item may be looked up before its request was seen (its adapter is then unknown).
         width_of: width of a modality's encoder output where vLLM measured it, else ``None``.
         can_fail_one: whether this release lets a connector fail a single request (0.30 and later).
-        wait: seconds that :meth:`has_item` may wait for an item that :meth:`ensure_available` was not asked for; 0 where
-            the release asks it.
+        wait: seconds that :meth:`has_item` may wait for an item; 0 where the release asks :meth:`ensure_available`.
     """
 
     def __init__(
@@ -100,7 +99,8 @@ class SchedulerSide:
         self._requests: dict[str, list[_Item]] = {}
         # The newest item of an mm_hash: equal hashes are equal outputs.
         self._items: dict[str, _Item] = {}
-        self._promised: dict[str, Any] = {}
+        # mm_hash -> (key, what lies in memory)
+        self._promised: dict[str, tuple[str, Any]] = {}
         self._answers: dict[tuple[str, int | None], Any] = {}
         self._loads: dict[str, Load] = {}
         self._unavailable: set[str] = set()
@@ -111,18 +111,18 @@ class SchedulerSide:
 
     def has_item(self, mm_hash: str) -> bool:
         """vLLM's ``has_cache_item``: a yes means verified in memory. One lookup per item and step."""
-        fetch = self._available(mm_hash) if self._lookups or self._is_only_cached(mm_hash) else None
-        if fetch is None:
+        found = self._available(mm_hash) if self._lookups or self._is_only_cached(mm_hash) else None
+        if found is None:
             self._promised.pop(mm_hash, None)
             return False
-        self._promised[mm_hash] = fetch
+        self._promised[mm_hash] = found
         return True
 
     def _is_only_cached(self, mm_hash: str) -> bool:
         item = self._items.get(mm_hash)
         return item is not None and item.only_cached
 
-    def _available(self, mm_hash: str) -> Any:
+    def _available(self, mm_hash: str) -> tuple[str, Any] | None:
         item = self._items.get(mm_hash)
         if item is None:
             if not self._keyless:
@@ -133,8 +133,10 @@ class SchedulerSide:
         fetch = item.fetch
         if fetch is None and self._wait:
             fetch = self._look(item.key, item.rows)
-        served = fetch is not None and fetch.settled() and self._engine.serves(item.key, fetch)
-        return fetch if served else None
+        if fetch is None or not fetch.settled() or fetch.memory is None:
+            return None
+        # One without data was served when its request was let through, and nothing else can be done with it.
+        return (item.key, fetch) if item.only_cached or self._engine.serves(item.key, fetch) else None
 
     def _look(self, key: str, rows: int | None) -> Any:
         asked = (key, rows)
@@ -246,12 +248,13 @@ class SchedulerSide:
             return
         item = self._describe(request, index, feature)
         # Promised, so it goes to the worker in any case: what it cannot load, it encodes. Without a key (known only
-        # now to be none), or with rows that the entry lacks, the load fails there.
+        # now to be none, or another one), or with rows that the entry lacks, the load fails there.
+        key = item.key if item.key == self._promised[feature.identifier][0] else None
         self._loads[feature.identifier] = Load(
             request.request_id,
             index,
             feature.identifier,
-            item.key or "",
+            key or "",
             item.rows,
             self._width_of(str(feature.modality)),
             self._keys.adapter_of(getattr(request, "lora_request", None)),
@@ -267,7 +270,7 @@ class SchedulerSide:
             self._sent.popleft()
         plan = StepPlan()
         for mm_hash, load in self._loads.items():
-            fetch = self._promised[mm_hash]
+            _, fetch = self._promised[mm_hash]
             plan.loads.append(load)
             plan.places[mm_hash] = fetch.memory.place
             self._sent.append((now + _SENT_SECONDS, fetch))
