@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +133,9 @@ def test_a_step_from_the_scheduler_to_the_worker_and_back(make: Make, monkeypatc
     scheduler, worker = (connector(config, role) for role in base.ECConnectorRole)
     encoder = torch.nn.Linear(4, 4)
     worker.weights_loaded(lambda: encoder)
-    feature = SimpleNamespace(identifier="a", modality="image", data={"pixel_values": 1})
+    feature = SimpleNamespace(
+        identifier="a", modality="image", data={"pixel_values": 1}, mm_position=SimpleNamespace(offset=4, length=32)
+    )
     request = SimpleNamespace(
         request_id="r1",
         mm_features=[feature],
@@ -145,7 +148,10 @@ def test_a_step_from_the_scheduler_to_the_worker_and_back(make: Make, monkeypatc
         worker.save_caches({"a": tensor}, "a")
         assert worker._engine.flush(10)
         if hasattr(base.ECConnectorBase, "ensure_cache_available"):
-            assert scheduler.ensure_cache_available(request, 0)
+            until = time.monotonic() + 20
+            while not scheduler.ensure_cache_available(request, 0):  # it is being loaded into memory
+                assert time.monotonic() < until
+                scheduler.build_connector_meta(None)
         assert scheduler.has_cache_item("a") and not scheduler.has_cache_item("b")
         scheduler.update_state_after_alloc(request, 0)
         metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(None)))
