@@ -16,6 +16,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 SITE = """
@@ -101,6 +102,8 @@ def arm(module: Any) -> None:
             os.unlink(os.environ[_FILE])
             for load in result.loads:
                 _apply(wanted, load, self._engine)
+                # As for a rank on another host, which cannot map what the scheduler has verified.
+                result.places[load.mm_hash] = replace(result.places[load.mm_hash], host="another host")
         return result
 
     module.SchedulerSide.plan = plan
@@ -108,9 +111,9 @@ def arm(module: Any) -> None:
 
 def arm_worker(module: Any) -> None:
     """In a worker that is not the first rank: lose what is loaded while the file beside the fault file is there."""
-    original = module.WorkerSide._fetch
+    original = module.WorkerSide._open
 
-    def fetch(self: Any, load: Any, *arguments: Any) -> Any:
+    def lose(self: Any, load: Any, *arguments: Any) -> Any:
         tensor = original(self, load, *arguments)
         if not self._stores and os.path.exists(os.environ[_FILE] + ".one-rank"):
             with open(os.environ[_FILE] + ".done", "a") as file:
@@ -118,7 +121,7 @@ def arm_worker(module: Any) -> None:
             return None
         return tensor
 
-    module.WorkerSide._fetch = fetch
+    module.WorkerSide._open = lose
 
 
 def one_rank(environment: dict[str, str], lose: bool) -> None:
