@@ -41,7 +41,7 @@ def write(folder: str) -> tuple[str, str]:
     _write(os.path.join(about, "entry_points.txt"), entry)
     from support import tiny_model  # not in the copy that is the plugin
 
-    vocabulary = tiny_model._write_tokenizer(model, 1)
+    vocabulary = tiny_model.write_tokenizer(model)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen2",
