@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ from support.ec_requests import available, engine, request
 from vllm_omni_patch.patches.ec_connector.cache.memory import open_place
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Any]:
-    made = engine(tmp_path)
-    yield made
-    made.close()
 
 
 def keep(store: Any, key: str, rows: int = 32, columns: int = 64) -> torch.Tensor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,9 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from support.ec_requests import Adapter, available, engine, request
+from support.ec_requests import Adapter, available, request
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Any]:
-    made = engine(tmp_path)
-    yield made
-    made.close()
 
 
 def keep(store: Any, key: str, rows: int = 32) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from vllm_omni_patch.patches.ec_connector.vllm.counts import Deltas, Report
 from vllm_omni_patch.patches.ec_connector.vllm.items import ItemKeys, Load
 from vllm_omni_patch.patches.ec_connector.vllm.scheduler import SchedulerSide, StepPlan
 from vllm_omni_patch.patches.ec_connector.vllm.worker import WorkerSide, agree_over
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Any]:
-    made = engine(tmp_path)
-    yield made
-    made.close()
 
 
 def unchanged() -> bool:

@@ -75,7 +75,6 @@ class ECCacheEngine:
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._staging: Staging | None = None
-        self._fetcher: Fetcher | None = None
         self._namespace_digest: tuple[str, bytes] | None = None
         self._generation_lost = self._generation_warned = False
         self._run_folder = RunFolder(identity.engine_id, config.shm_path)
@@ -83,6 +82,14 @@ class ECCacheEngine:
         self._settled = bool(config.namespace) or not identity.weights_unknown
         self._tiers = Tiers.build(config, self._run_folder, role, identity.name, self._dtype, self.stats)
         self._loads = Loads(self._tiers, self.stats, config.load_deadline, self._keep_copy)
+        self._fetcher = Fetcher(
+            self._tiers,
+            self.stats,
+            budget=config.memory_bytes,
+            deadline=config.load_deadline,
+            retry_seconds=config.retry_seconds,
+            keep=self._keep_copy,
+        )
         self._atexit = _close_at_exit(self)
         if self._disabled:
             _log.info(
@@ -122,8 +129,7 @@ class ECCacheEngine:
             return None
         try:
             key = self._key(mm_hash)
-            fetcher = None if key is None else self._fetching()
-            return None if key is None or fetcher is None else fetcher.fetch(key, rows)
+            return None if key is None or self._closed else self._fetcher.fetch(key, rows)
         except Exception as error:
             self.stats.unexpected("a lookup", error)
             return None
@@ -131,7 +137,7 @@ class ECCacheEngine:
     def serves(self, mm_hash: str, fetch: Fetch) -> bool:
         """Whether ``fetch`` has loaded the entry of ``mm_hash`` for the weights of now. Never raises."""
         try:
-            return self._fetcher is not None and self._fetcher.serves(fetch, self._key(mm_hash))
+            return self._fetcher.serves(fetch, self._key(mm_hash))
         except Exception as error:
             self.stats.unexpected("a lookup", error)
             return False
@@ -142,17 +148,7 @@ class ECCacheEngine:
         ``None`` where it is another output, or of other weights than this process serves. A process that cannot reach
         the memory (another host or container) loads the entry itself, within ``load_deadline``. Never raises.
         """
-        if self._is_off():
-            return None
-        began = time.perf_counter()
-        loaded: torch.Tensor | None = None
-        try:
-            key = self._key(mm_hash)
-            if key is not None and not self._closed and place.is_of(key):
-                loaded = self._loads.open(key, place, device)
-        except Exception as error:
-            self.stats.unexpected("a load", error)
-        return self._counted(loaded, began)
+        return self._load(mm_hash, lambda key: self._loads.open(key, place, device) if place.is_of(key) else None)
 
     def put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
         """Store an output of shape [rows, columns], any device, any strides; the tensor is not kept.
@@ -179,6 +175,10 @@ class ECCacheEngine:
         The bytes are verified by checksum and the tensor's memory is its own. A damaged entry is removed, so that it
         is not found again.
         """
+        return self._load(mm_hash, lambda key: self._loads.get(key, device, rows))
+
+    def _load(self, mm_hash: str, load: Callable[[Key], torch.Tensor | None]) -> torch.Tensor | None:
+        """``load`` of the entry's key, timed and counted; whatever it raises is a miss."""
         if self._is_off():
             return None
         began = time.perf_counter()
@@ -186,12 +186,9 @@ class ECCacheEngine:
         try:
             key = self._key(mm_hash)
             if key is not None and not self._closed:
-                loaded = self._loads.get(key, device, rows)
+                loaded = load(key)
         except Exception as error:
             self.stats.unexpected("a load", error)
-        return self._counted(loaded, began)
-
-    def _counted(self, loaded: torch.Tensor | None, began: float) -> torch.Tensor | None:
         if loaded is None:
             self.stats.add("misses")
         else:
@@ -211,8 +208,7 @@ class ECCacheEngine:
         try:
             key = self._key(mm_hash)
             if key is not None and not self._closed:
-                if self._fetcher is not None:
-                    self._fetcher.discard(key)
+                self._fetcher.discard(key)
                 self._tiers.discard(key)
                 self._run_folder.blocklist(key.path)  # what another process has of it in memory
         except Exception as error:
@@ -248,8 +244,7 @@ class ECCacheEngine:
                 writer.close(limit)
         finally:
             try:
-                if self._fetcher is not None:
-                    self._fetcher.close(min(limit, 1.0))
+                self._fetcher.close(min(limit, 1.0))
                 self._loads.close()
                 self._tiers.close(limit)
             finally:
@@ -340,19 +335,6 @@ class ECCacheEngine:
             raise
         staging.give_back(slot)
         return "queue full"
-
-    def _fetching(self) -> Fetcher | None:
-        with self._lock:
-            if self._fetcher is None and not self._closed:
-                self._fetcher = Fetcher(
-                    self._tiers,
-                    self.stats,
-                    budget=self.config.memory_bytes,
-                    deadline=self.config.load_deadline,
-                    retry_seconds=self.config.retry_seconds,
-                    keep=self._keep_copy,
-                )
-            return None if self._closed else self._fetcher
 
     def _keep_copy(self, key: Key, entry: Entry, payload: memoryview) -> None:
         """Put what came from a remote into the local tiers, where there is room in the queue."""

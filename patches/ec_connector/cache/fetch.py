@@ -20,7 +20,6 @@ from ..stats import ECStats
 from ..storage.breaker import CircuitBreaker
 from ..storage.entry import Entry
 from ..storage.executor import Stuck
-from ..storage.files import BadEntry
 from ..storage.key import Key
 from .memory import PIECE, MemoryFile
 from .tiers import FileTier, RemoteTier, Tiers
@@ -37,12 +36,13 @@ _ROOM_SECONDS = 0.5
 class Fetch:
     """One entry that is wanted. ``memory`` is set once it is verified in memory; settled without it is a miss."""
 
-    def __init__(self, key: Key, rows: int | None, deadline: float) -> None:
+    def __init__(self, key: Key, rows: int | None, seconds: float) -> None:
         self.key = key
         self.rows = rows
         self.memory: MemoryFile | None = None
         self.asked = 1
-        self._deadline = deadline
+        self.began = time.monotonic()
+        self._seconds = seconds
         self._done = threading.Event()
 
     def settled(self, seconds: float = 0.0) -> bool:
@@ -51,7 +51,7 @@ class Fetch:
 
     def late(self) -> bool:
         """Whether nobody waits any more."""
-        return time.monotonic() >= self._deadline
+        return time.monotonic() - self.began >= self._seconds
 
     def settle(self, memory: MemoryFile | None) -> None:
         """The answer."""
@@ -103,9 +103,9 @@ class Fetcher:
             if fetch is not None and fetch.key == key and not fetch.late():
                 fetch.asked += 1
                 return fetch
-            fetch = Fetch(key, rows, time.monotonic() + self._deadline)
+            fetch = Fetch(key, rows, self._deadline)
             self._running[asked] = fetch
-        self._read(fetch, 0, time.monotonic())
+        self._read(fetch, 0)
         return fetch
 
     def serves(self, fetch: Fetch, key: Key | None) -> bool:
@@ -134,7 +134,7 @@ class Fetcher:
             return False
         return True
 
-    def _read(self, fetch: Fetch, index: int, began: float) -> None:
+    def _read(self, fetch: Fetch, index: int) -> None:
         """Ask the tiers from ``index`` on; each passes the fetch on where it does not have the entry."""
         for place in range(index, len(self._readers)):
             reader = self._readers[place]
@@ -149,16 +149,16 @@ class Fetcher:
                     except Exception as error:
                         self._stats.unexpected("a lookup", error)
                 if memory is None and not fetch.late():
-                    self._read(fetch, place + 1, began)
+                    self._read(fetch, place + 1)
                 else:
-                    self._settle(fetch, memory, began)
+                    self._settle(fetch, memory)
 
             if reader.submit(read):
                 return
-        self._settle(fetch, None, began)
+        self._settle(fetch, None)
 
-    def _settle(self, fetch: Fetch, memory: MemoryFile | None, began: float) -> None:
-        self._stats.add("lookup_seconds", time.monotonic() - began)
+    def _settle(self, fetch: Fetch, memory: MemoryFile | None) -> None:
+        self._stats.add("lookup_seconds", time.monotonic() - fetch.began)
         with self._lock:
             if self._running.get((fetch.key.path, fetch.rows)) is fetch:
                 del self._running[fetch.key.path, fetch.rows]
@@ -172,38 +172,29 @@ class Fetcher:
     def _read_tier(self, tier: FileTier | RemoteTier, fetch: Fetch) -> MemoryFile | None:
         if self._tiers.run_folder.blocklisted(fetch.key.path):
             return None
-        if isinstance(tier, RemoteTier):
-            loaded = tier.load(fetch.key, fetch.rows)
-            if loaded is None:
-                return None
-            entry, payload = loaded
-            memory = self._memory(entry, fetch)
-            if memory is not None:
-                for start in range(0, payload.nbytes, PIECE):
-                    memory.append(payload[start : start + PIECE])
-                memory.seal()
-            self._keep(fetch.key, entry, payload)
-            return memory
-        try:
-            found = tier.store.open(fetch.key)
-            if found is None:
-                return None
-            try:
-                if not found.entry.matches(fetch.key, fetch.rows):
-                    return None
-                memory = self._memory(found.entry, fetch)
-                if memory is not None:
-                    found.copy(memory.append, PIECE)
-                    memory.seal()
-                    tier.store.touch(found)
-                return memory
-            finally:
-                found.close()
-        except BadEntry as error:
-            self._tiers.bad(tier, fetch.key, error)
-        except OSError as error:
-            self._tiers.unreadable(tier, fetch.key, error)
-        return None
+        if isinstance(tier, FileTier):
+            return self._tiers.load_local(
+                tier,
+                fetch.key,
+                fetch.rows,
+                lambda found: self._filled(found.entry, fetch, lambda append: found.copy(append, PIECE)),
+            )
+        loaded = tier.load(fetch.key, fetch.rows)
+        if loaded is None:
+            return None
+        entry, payload = loaded
+        memory = self._filled(entry, fetch, lambda append: append(payload))
+        self._keep(fetch.key, entry, payload)
+        return memory
+
+    def _filled(
+        self, entry: Entry, fetch: Fetch, fill: Callable[[Callable[[memoryview], None]], None]
+    ) -> MemoryFile | None:
+        memory = self._memory(entry, fetch)
+        if memory is not None:
+            fill(memory.append)
+            memory.seal()
+        return memory
 
     def _memory(self, entry: Entry, fetch: Fetch) -> MemoryFile | None:
         """Memory for ``entry``, after older outputs have made room; ``None`` where requests hold all of it."""

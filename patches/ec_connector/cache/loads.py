@@ -18,7 +18,7 @@ from ..config import MIB
 from ..stats import ECStats
 from ..storage.entry import Entry, bytes_of
 from ..storage.executor import SingleThreadExecutor
-from ..storage.files import BadEntry
+from ..storage.files import OpenEntry
 from ..storage.key import Key
 from .memory import Place, open_place
 from .staging import host_memory, huge_pages
@@ -82,26 +82,20 @@ class Loads:
     def get(self, key: Key, device: str, rows: int | None) -> torch.Tensor | None:
         """See :meth:`ECCacheEngine.get`; ``key`` is the entry's."""
         for tier in self._tiers.local:
-            holder: list[torch.Tensor] = []
-
-            def allocate(entry: Entry, holder: list[torch.Tensor] = holder) -> memoryview:
-                holder.append(self._memory.take(entry.payload))
-                return bytes_of(holder[0])
-
-            try:
-                found = tier.store.read(key, rows, allocate)
-                if found is not None:
-                    return self._to_device(_shaped(holder[0], found), device)
-            except BadEntry as error:
-                self._tiers.bad(tier, key, error)
-            except OSError as error:
-                self._tiers.unreadable(tier, key, error)
+            tensor = self._tiers.load_local(tier, key, rows, self._read)
+            if tensor is not None:
+                return self._to_device(tensor, device)
         loaded = self._tiers.load_remote(key, rows)
         if loaded is None:
             return None
         entry, payload = loaded
         self._keep(key, entry, payload)
         return self._to_device(_shaped(torch.frombuffer(payload, dtype=torch.uint8), entry), device)
+
+    def _read(self, found: OpenEntry) -> torch.Tensor:
+        memory = self._memory.take(found.entry.payload)
+        found.read_into(bytes_of(memory))
+        return _shaped(memory, found.entry)
 
 
 def _shaped(memory: torch.Tensor, entry: Entry) -> torch.Tensor:

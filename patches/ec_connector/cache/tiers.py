@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm_omni_patch import ledger
 
 from ..config import GIB, ECConfig
 from ..stats import ECStats
 from ..storage.entry import Entry
-from ..storage.files import BadEntry, FileStore
+from ..storage.files import BadEntry, FileStore, OpenEntry
 from ..storage.key import Key
 from ..storage.remote import RemoteTier, bad_entry
 from ..storage.run_folder import RunFolder
 from ..storage.shared_folder import SharedFolder, shared_folder_path
 
 _log = ledger.logger("ec")
+T = TypeVar("T")
 # Errors that say nothing about the entry, or that a lookup meets as well.
 _OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM)
 
@@ -129,6 +132,16 @@ class Tiers:
             tier.store.reject(key)
         if key.shared and not all([tier.discard(key) for tier in self.remote]):
             self.run_folder.blocklist(key.path)
+
+    def load_local(self, tier: FileTier, key: Key, rows: int | None, take: Callable[[OpenEntry], T | None]) -> T | None:
+        """What ``take`` makes of the matching entry in ``tier``; ``None`` also where it is damaged or unreadable."""
+        try:
+            return tier.store.use(key, rows, take)
+        except BadEntry as error:
+            self.bad(tier, key, error)
+        except OSError as error:
+            self.unreadable(tier, key, error)
+        return None
 
     def load_remote(self, key: Key, rows: int | None) -> tuple[Entry, memoryview] | None:
         """The entry and its verified payload, from the first remote that has it."""

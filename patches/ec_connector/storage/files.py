@@ -16,14 +16,15 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from .entry import PIECE, Entry, FormatError, read_entry
 from .folder import OPEN_ENTRY, Folder
 from .key import Key
 
+T = TypeVar("T")
 Outcome = Literal["stored", "present", "busy", "too large", "address taken"]
 # What a device says that has no room. NFS says the second.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -53,41 +54,33 @@ class OpenEntry:
         """Read the payload into ``buffer`` (exactly as long) and compare the checksum.
 
         Raises:
-            BadEntry: shorter than its header says, or the checksum differs.
+            BadEntry: shorter than its header says, or the checksum differs: what was read must not be used.
             OSError: the device failed.
         """
-        offset, total = len(self.entry.header), self.entry.payload
-        check = self.entry.check()
-        position = 0
-        while position < total:
-            start, end = position, min(position + PIECE, total)
-            while position < end:
-                count = os.preadv(self.handle, [buffer[position:end]], offset + position)
-                if count == 0:
-                    raise BadEntry(f"cut off at {position} of {total} bytes", self.status)
-                position += count
-            check.update(buffer[start:end])
-        if check.hexdigest() != self.entry.checksum:
-            raise BadEntry("checksum differs", self.status)
+        for _ in self._pieces(PIECE, lambda start, end: buffer[start:end]):
+            pass
 
     def copy(self, write: Callable[[memoryview], None], piece: int) -> None:
-        """Pass the payload to ``write``, ``piece`` bytes at a time, and compare the checksum at the end.
+        """Pass the payload to ``write``, ``piece`` bytes at a time, and compare the checksum at the end. Raises as
+        :meth:`read_into` does."""
+        buffer = memoryview(bytearray(min(piece, self.entry.payload)))
+        for data in self._pieces(piece, lambda start, end: buffer[: end - start]):
+            write(data)
 
-        Raises:
-            BadEntry: shorter than its header says, or the checksum differs: what was written must not be used.
-            OSError: the device failed.
-        """
+    def _pieces(self, size: int, room: Callable[[int, int], memoryview]) -> Iterator[memoryview]:
+        """Each piece of the payload, in the memory that ``room(start, end)`` gives; compares the checksum after all."""
         offset, total = len(self.entry.header), self.entry.payload
         check = self.entry.check()
-        buffer = memoryview(bytearray(min(piece, total)))
-        position = 0
-        while position < total:
-            count = os.preadv(self.handle, [buffer[: total - position]], offset + position)
-            if count == 0:
-                raise BadEntry(f"cut off at {position} of {total} bytes", self.status)
-            check.update(buffer[:count])
-            write(buffer[:count])
-            position += count
+        for start in range(0, total, size):
+            data = room(start, min(start + size, total))
+            done = 0
+            while done < data.nbytes:
+                count = os.preadv(self.handle, [data[done:]], offset + start + done)
+                if count == 0:
+                    raise BadEntry(f"cut off at {start + done} of {total} bytes", self.status)
+                done += count
+            check.update(data)
+            yield data
         if check.hexdigest() != self.entry.checksum:
             raise BadEntry("checksum differs", self.status)
 
@@ -172,15 +165,30 @@ class FileStore:
             OSError: the storage failed.
             MemoryError, RuntimeError: from ``allocate``.
         """
+
+        def take(found: OpenEntry) -> Entry:
+            found.read_into(allocate(found.entry))
+            return found.entry
+
+        return self.use(key, rows, take)
+
+    def use(self, key: Key, rows: int | None, take: Callable[[OpenEntry], T | None]) -> T | None:
+        """What ``take`` makes of the entry that matches ``key`` and ``rows``; ``None``: no such, or it made nothing.
+
+        Raises:
+            BadEntry: see :meth:`open`; and what ``take`` raises.
+            OSError: the storage failed.
+        """
         found = self.open(key)
         if found is None:
             return None
         try:
             if not found.entry.matches(key, rows):
                 return None
-            found.read_into(allocate(found.entry))
-            self.touch(found)
-            return found.entry
+            taken = take(found)
+            if taken is not None:
+                self._touch(found)
+            return taken
         finally:
             found.close()
 
@@ -282,8 +290,7 @@ class FileStore:
         # The time of a file that cannot be used does not change: only a load sets it.
         return f"{self.folder.root}/{key.path} {status.st_ino} {status.st_mtime_ns}"
 
-    def touch(self, found: OpenEntry) -> None:
-        """Note that the entry was used just now, for eviction."""
+    def _touch(self, found: OpenEntry) -> None:
         now = time.time()
         if abs(now - found.status.st_mtime) > self._touch_seconds:
             # Another user's file or a read-only mount: then its age stays what it is.

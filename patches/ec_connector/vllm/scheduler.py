@@ -55,7 +55,6 @@ class _Item:
     """One item of a request. ``end`` is the position after its last placeholder; ``fetch`` holds its output in memory
     from the time the request is first seen until the item is computed."""
 
-    request_id: str
     mm_hash: str
     key: str | None
     rows: int | None
@@ -127,7 +126,7 @@ class SchedulerSide:
         if item is None:
             if not self._keyless:
                 return None
-            item = _Item("", mm_hash, self._keys.key(mm_hash, None), None, 0, False)
+            item = _Item(mm_hash, self._keys.key(mm_hash, None), None, 0, False)
         if item.key is None:
             return None
         fetch = item.fetch
@@ -170,7 +169,6 @@ class SchedulerSide:
         if not is_precomputed(feature):
             key = self._keys.key(feature.identifier, request.request_id, getattr(request, "lora_request", None))
         return _Item(
-            request.request_id,
             feature.identifier,
             key,
             expected_rows(request, index),
